@@ -1,25 +1,48 @@
-"""A tensor that knows how its rows come about. See NOTE [Deferred rows] in `vramfit.inference.row_deferral`."""
+"""A tensor that knows how its rows come about. See NOTE [Deferred rows] in `vramfit.inference.row_deferral`.
+
+NOTE [Axes of a recipe]: the product that begins a recipe numbers the dimensions that it may be cut along: of scores the
+batch, the heads and the queries, of a linear layer all but the last. Each operation keeps track of where they went. One
+that mixes entries of an axis (a mean over the heads) loses it: what comes after is cut along the others alone. Where an
+axis went is seen from the operation itself, called with nothing along that axis: its result is empty there, and costs
+nothing.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from vramfit.errors import VramfitError
 
+Spans: TypeAlias = Mapping[int, tuple[int, int]]
+"""Where a block begins and ends, by axis; an axis that is missing is taken whole."""
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, slots=True, eq=False)
 class RowSlice:
-    """A tensor of which an operation takes the same rows as of the deferred one."""
+    """A tensor of which an operation takes the same entries as of the deferred one.
+
+    Attributes:
+        dims: where its axes are.
+    """
 
     tensor: torch.Tensor
-    dim: int
+    dims: Mapping[int, int]
+
+    def block(self, spans: Spans) -> torch.Tensor:
+        """A view of a block."""
+        found = self.tensor
+        for axis, dim in self.dims.items():
+            if axis in spans:
+                start, stop = spans[axis]
+                found = found.narrow(dim, start, stop - start)
+        return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,11 +50,11 @@ class RowNode:
     """One operation of a recipe.
 
     Attributes:
-        func: the operation, called with `args` and `kwargs`, in which a `RowNode` stands for its rows and a `RowSlice`
-            for those of a tensor that exists.
-        rows: how many there are.
-        sample: the result for no rows at all, which has the dtype, the device and all other sizes.
-        dim: which dimension of the result the rows are.
+        func: the operation, called with `args` and `kwargs`, in which a `RowNode` stands for its block and a `RowSlice`
+            for that of a tensor that exists.
+        shape: of the result.
+        dims: where its axes are. See NOTE [Axes of a recipe].
+        samples: for each axis, the result with nothing along it.
         item: which of several results; None for the only one.
         autocast: whether it was on, and its dtype.
         versions: of the tensors that exist, so that a later change is noticed.
@@ -40,36 +63,31 @@ class RowNode:
     func: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    rows: int
-    sample: torch.Tensor
-    dim: int
+    shape: tuple[int, ...]
+    dims: Mapping[int, int]
+    samples: Mapping[int, torch.Tensor]
     item: int | None = None
     autocast: tuple[bool, torch.dtype] | None = None
     versions: tuple[tuple[torch.Tensor, int], ...] = ()
     parents: tuple[RowNode, ...] = ()
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the result, all rows included."""
-        sizes = list(self.sample.shape)
-        sizes[self.dim] = self.rows
-        return tuple(sizes)
+    def sample(self) -> torch.Tensor:
+        """A result with nothing in it, of the right dtype and device."""
+        return next(iter(self.samples.values()))
 
     @property
-    def row_bytes(self) -> int:
-        """Bytes of one row of the result."""
-        others = (size for dim, size in enumerate(self.sample.shape) if dim != self.dim)
-        return math.prod(others) * self.sample.element_size()
+    def nbytes(self) -> int:
+        """Bytes of the whole result."""
+        return math.prod(self.shape) * self.sample.element_size()
 
-    def call(self, values: dict[int, Any], start: int, stop: int) -> Any:
-        """The operation for some rows, given those of the operations before."""
+    def call(self, values: dict[int, Any], spans: Spans) -> Any:
+        """The operation for a block, given the blocks of the operations before."""
 
         def resolved(leaf: Any) -> Any:
             if isinstance(leaf, RowNode):
                 return values[id(leaf)]
-            if isinstance(leaf, RowSlice):
-                return leaf.tensor.narrow(leaf.dim, start, stop - start)
-            return leaf
+            return leaf.block(spans) if isinstance(leaf, RowSlice) else leaf
 
         leaves, spec = tree_flatten((self.args, self.kwargs))
         args, kwargs = tree_unflatten([resolved(leaf) for leaf in leaves], spec)
@@ -88,7 +106,6 @@ class RowProgram:
     def __init__(self, node: RowNode) -> None:
         self.node = node
         self._order: list[RowNode] = []
-        self._dead: list[list[int]] = []
         seen: set[int] = set()
         stack = [(node, False)]
         while stack:
@@ -100,7 +117,7 @@ class RowProgram:
                 stack.append((one, True))
                 stack.extend((parent, False) for parent in one.parents)
         last = {id(parent): place for place, one in enumerate(self._order) for parent in one.parents}
-        self._dead = [[] for _ in self._order]
+        self._dead: list[list[int]] = [[] for _ in self._order]
         for known, place in last.items():
             self._dead[place].append(known)
         for one in self._order:
@@ -110,19 +127,39 @@ class RowProgram:
                     "Leave the technique out for this model",
                 )
 
-    def rows(self, start: int, stop: int) -> torch.Tensor:
-        """Some rows of the result; what the recipe needs no more goes at once."""
+    def block(self, spans: Spans) -> torch.Tensor:
+        """A block of the result; what the recipe needs no more goes at once."""
         values: dict[int, Any] = {}
         for node, dead in zip(self._order, self._dead, strict=True):
-            values[id(node)] = node.call(values, start, stop)
+            values[id(node)] = node.call(values, spans)
             for known in dead:
                 values.pop(known, None)
         found: torch.Tensor = values[id(self.node)]
         return found
 
-    def whole(self) -> torch.Tensor:
-        """All rows at once, by the calls that the program made."""
-        return self.rows(0, self.node.rows)
+    def blocks(self, large: RowNode, slice_bytes: int) -> Iterator[Spans]:
+        """Blocks in which `large`, the largest result on the way, takes no more than some bytes, or one row.
+
+        The innermost axes are kept whole as far as possible: a head's scores read its keys once.
+        """
+        axes = [axis for axis in sorted(self.node.dims) if axis in large.dims]
+        extents = {axis: large.shape[large.dims[axis]] for axis in axes}
+        unit = large.nbytes // max(1, math.prod(extents.values()))
+        steps: dict[int, int] = {}
+        for axis in reversed(axes):
+            steps[axis] = max(1, min(extents[axis], slice_bytes // max(1, unit)))
+            unit *= extents[axis]
+
+        def nested(rest: list[int], spans: dict[int, tuple[int, int]]) -> Iterator[Spans]:
+            if not rest:
+                yield spans
+                return
+            axis, *others = rest
+            for start in range(0, extents[axis], steps[axis]):
+                stop = min(start + steps[axis], extents[axis])
+                yield from nested(others, {**spans, axis: (start, stop)})
+
+        yield from nested(axes, {})
 
 
 @dataclass(slots=True, eq=False)
@@ -131,7 +168,7 @@ class RowsFacts:
 
     Attributes:
         node: the last operation of its recipe.
-        slice_bytes: of rows that exist at once.
+        slice_bytes: of it that exist at once.
         full: the values, once somebody needed them.
         aliased: whether another one is a view of it, or it of another.
     """
@@ -160,7 +197,7 @@ class DeferredRows(torch.Tensor):
         """All values, kept from now on."""
         if self.facts.full is None:
             with torch.no_grad():
-                self.facts.full = RowProgram(self.facts.node).whole()
+                self.facts.full = RowProgram(self.facts.node).block({})
         return self.facts.full
 
     @classmethod
@@ -207,4 +244,3 @@ def _autocast(state: tuple[bool, torch.dtype] | None, device_type: str) -> Itera
         return
     with torch.autocast(device_type, dtype=state[1], enabled=state[0]):
         yield
-

@@ -84,11 +84,25 @@ class RowDeferring(TorchFunctionMode):
         factor = left.numel() if linear else max(left.numel(), right.numel())
         if size * left.element_size() <= self._chunks.slice_bytes or size < GROWTH * factor:
             return NotImplemented
-        dim = max(range(left.dim() - 1), key=lambda d: left.shape[d]) if linear else left.dim() - 2
-        if left.shape[dim] < 2 or 0 in left.shape or (not linear and left.dim() < right.dim()):
+        if 0 in left.shape or (not linear and left.dim() < right.dim()):
             return NotImplemented
-        other = right if linear else mergeable(right)
-        return deferred(func, (RowSlice(left, dim), other, *rest), {}, self._chunks.slice_bytes)
+        inner = left.dim() - 1 if linear else left.dim() - 2  # of a product, dimensions before are many products
+        dims = {dim: dim for dim in range(left.dim() - 1) if left.shape[dim] > 1}
+        if not linear:
+            right = _with_axes(mergeable(right), left, {axis for axis in dims if axis < inner})
+        return (
+            deferred(func, (RowSlice(left, dims), right, *rest), {}, self._chunks.slice_bytes)
+            if dims
+            else NotImplemented
+        )
+
+
+def _with_axes(right: torch.Tensor, left: torch.Tensor, leading: set[int]) -> torch.Tensor | RowSlice:
+    """The right factor, cut along the leading dimensions that it shares with the left one."""
+    before = left.dim() - right.dim()
+    dims = {axis: axis - before for axis in leading if axis >= before}
+    dims = {axis: dim for axis, dim in dims.items() if right.shape[dim] == left.shape[axis]}
+    return RowSlice(right, dims) if dims else right
 
 
 def _is_fake(tensor: Any) -> bool:

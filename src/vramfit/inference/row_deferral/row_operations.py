@@ -23,6 +23,7 @@ from vramfit.inference.row_deferral.deferred_rows import (
 Func: TypeAlias = Callable[..., Any]
 Args: TypeAlias = tuple[Any, ...]
 Named: TypeAlias = dict[str, Any]
+NONE: frozenset[int] = frozenset()
 
 
 def call_with_rows(func: Func, args: Args, kwargs: Named) -> Any:
@@ -44,56 +45,73 @@ def call_with_rows(func: Func, args: Args, kwargs: Named) -> Any:
     return args[0] if writes else result
 
 
-def deferred(func: Func, args: Args, kwargs: Named, slice_bytes: int) -> Any:
+def deferred(func: Func, args: Args, kwargs: Named, slice_bytes: int, lost: frozenset[int] = NONE) -> Any:
     """What an operation gives, deferred.
 
     Args:
-        args, kwargs: with `RowNode` and `RowSlice` for what has the rows.
+        args, kwargs: with `RowNode` and `RowSlice` for what has the axes.
+        lost: axes whose entries it mixes.
 
     Returns:
-        a `DeferredRows`, several, or NotImplemented where the result for no rows does not tell which dimension they
-        are.
+        a `DeferredRows`, several, or NotImplemented where it keeps none of the axes.
     """
     leaves = tree_flatten((args, kwargs))[0]
     parents = tuple(leaf for leaf in leaves if isinstance(leaf, RowNode))
-    slices = [leaf for leaf in leaves if isinstance(leaf, RowSlice)]
-    rows = parents[0].rows if parents else slices[0].tensor.shape[slices[0].dim]
-    sample = _sampled(func, args, kwargs)
+    with_axes = [leaf for leaf in leaves if isinstance(leaf, RowNode | RowSlice)]
+    of_parents = [set(one.dims) for one in parents] or [{axis for one in with_axes for axis in one.dims}]
+    axes = set.intersection(*of_parents) - lost
+    samples = {axis: _sampled(func, args, kwargs, axis) for axis in sorted(axes)}
+    if not samples:
+        return NotImplemented
     existing = [leaf.tensor if isinstance(leaf, RowSlice) else leaf for leaf in leaves]
     tensors = [one for one in existing if isinstance(one, torch.Tensor) and not one.is_inference()]
     versions = tuple((tensor, tensor._version) for tensor in tensors)
+    extents = {axis: _extent(with_axes, axis) for axis in samples}
 
-    def made(item: int | None, part: torch.Tensor) -> Any:
-        dims = [dim for dim, size in enumerate(part.shape) if size == 0]
-        if len(dims) != 1 or (parents and part.device != parents[0].sample.device):
+    def made(item: int | None) -> Any:
+        parts = {axis: sample if item is None else sample[item] for axis, sample in samples.items()}
+        # An axis that does not appear is one that the operation sums over.
+        dims = {axis: part.shape.index(0) for axis, part in parts.items() if list(part.shape).count(0) == 1}
+        if not dims or (parents and next(iter(parts.values())).device != parents[0].sample.device):
             return NotImplemented
+        axis, dim = next(iter(dims.items()))
+        shape = list(parts[axis].shape)
+        shape[dim] = extents[axis]
         node = RowNode(
             func,
             args,
             kwargs,
-            rows,
-            part,
-            dims[0],
+            tuple(shape),
+            dims,
+            {axis: parts[axis] for axis in dims},
             item=item,
-            autocast=autocast_now(part.device.type),
+            autocast=autocast_now(parts[axis].device.type),
             versions=versions,
             parents=parents,
         )
         return DeferredRows.make(node, slice_bytes)
 
-    if isinstance(sample, torch.Tensor):
-        return made(None, sample)
-    several = [made(item, part) for item, part in enumerate(sample)]
-    return NotImplemented if any(one is NotImplemented for one in several) else tuple(several)
+    first = next(iter(samples.values()))
+    if isinstance(first, torch.Tensor):
+        return made(None)
+    several = [made(item) for item in range(len(first))]
+    return NotImplemented if any(one is NotImplemented for one in several) else type(first)(several)
 
 
-def _sampled(func: Func, args: Args, kwargs: Named) -> Any:
-    """The result for no rows."""
+def _extent(leaves: Sequence[RowNode | RowSlice], axis: int) -> int:
+    for leaf in leaves:
+        if axis in leaf.dims:
+            return int((leaf.tensor if isinstance(leaf, RowSlice) else leaf).shape[leaf.dims[axis]])
+    raise LookupError(axis)
+
+
+def _sampled(func: Func, args: Args, kwargs: Named, axis: int) -> Any:
+    """The result with nothing along an axis."""
 
     def none(leaf: Any) -> Any:
         if isinstance(leaf, RowNode):
-            return leaf.sample
-        return leaf.tensor.narrow(leaf.dim, 0, 0) if isinstance(leaf, RowSlice) else leaf
+            return leaf.samples[axis]
+        return leaf.block({axis: (0, 0)}) if isinstance(leaf, RowSlice) else leaf
 
     leaves, spec = tree_flatten((args, kwargs))
     plain_args, plain_kwargs = tree_unflatten([none(leaf) for leaf in leaves], spec)
@@ -101,28 +119,42 @@ def _sampled(func: Func, args: Args, kwargs: Named) -> Any:
 
 
 def _encoded(args: Args, kwargs: Named) -> tuple[Args, Named] | None:
-    """Arguments with nodes and slices; None where rows do not meet rows under broadcasting, or values exist."""
+    """Arguments with nodes and slices; None where axes do not meet under broadcasting, or values exist."""
     leaves, spec = tree_flatten((args, kwargs))
-    known = [leaf for leaf in leaves if isinstance(leaf, DeferredRows)]
-    if any(leaf.facts.full is not None for leaf in known):
+    known = [leaf.facts for leaf in leaves if isinstance(leaf, DeferredRows)]
+    if any(facts.full is not None for facts in known):
         return None
-    places = {(leaf.dim() - leaf.facts.node.dim, leaf.facts.node.rows) for leaf in known}
-    if len(places) != 1:
+    shared = set.intersection(*(set(facts.node.dims) for facts in known))
+    places: dict[int, tuple[int, int]] = {}
+    for axis in shared:
+        found = {(len(f.node.shape) - f.node.dims[axis], f.node.shape[f.node.dims[axis]]) for f in known}
+        if len(found) != 1:
+            return None
+        (places[axis],) = found
+    if not places:
         return None
-    ((from_right, rows),) = places
-    found: list[Any] = []
-    for leaf in leaves:
+
+    def encoded(leaf: Any) -> Any:
         if isinstance(leaf, DeferredRows):
-            found.append(leaf.facts.node)
-        elif isinstance(leaf, torch.Tensor) and leaf.dim() >= from_right:
-            if leaf.shape[-from_right] not in (1, rows):
-                return None
-            has_rows = leaf.shape[-from_right] == rows
-            found.append(RowSlice(leaf, leaf.dim() - from_right) if has_rows else leaf)
-        else:
-            found.append(leaf)
-    encoded: tuple[Args, Named] = tree_unflatten(found, spec)
-    return encoded
+            return leaf.facts.node
+        return _sliced(leaf, places) if isinstance(leaf, torch.Tensor) else leaf
+
+    made: tuple[Args, Named] = tree_unflatten([encoded(leaf) for leaf in leaves], spec)
+    return made
+
+
+def _sliced(tensor: torch.Tensor, places: dict[int, tuple[int, int]]) -> torch.Tensor | RowSlice:
+    """A tensor that broadcasts to deferred ones, cut along the axes that it has.
+
+    Args:
+        places: for each axis, its dimension counted from the right, and its size.
+    """
+    dims = {
+        axis: tensor.dim() - from_right
+        for axis, (from_right, size) in places.items()
+        if tensor.dim() >= from_right and tensor.shape[-from_right] == size
+    }
+    return RowSlice(tensor, dims) if dims else tensor
 
 
 def _of_first(args: Args, kwargs: Named) -> tuple[Args, Named] | None:
@@ -159,23 +191,25 @@ def _in_place(func: Func, args: Args, kwargs: Named) -> Any:
 
 
 def _along_dim(func: Func, args: Args, kwargs: Named) -> Any:
-    """Along dimensions that are not the rows: softmax, sums, maxima, parts."""
+    """Along some dimensions: softmax, sums, maxima, parts. Axes among them are lost."""
     if not args or not isinstance(args[0], DeferredRows):
         return NotImplemented
     given = kwargs.get("dim", args[_DIM_AT.get(func, 1)] if len(args) > _DIM_AT.get(func, 1) else None)
     dims = [given] if isinstance(given, int) else given
     if not isinstance(dims, list | tuple) or not dims or not all(isinstance(dim, int) for dim in dims):
         return NotImplemented
-    if any(dim % args[0].dim() == args[0].facts.node.dim for dim in dims):
-        return NotImplemented
-    return _only_first(func, args, kwargs)
+    numbers = {dim % args[0].dim() for dim in dims}
+    lost = frozenset(axis for axis, dim in args[0].facts.node.dims.items() if dim in numbers)
+    return _only_first(func, args, kwargs, lost)
 
 
-def _only_first(func: Func, args: Args, kwargs: Named) -> Any:
+def _only_first(func: Func, args: Args, kwargs: Named, lost: frozenset[int] = NONE) -> Any:
     if not args or not isinstance(args[0], DeferredRows):
         return NotImplemented
     encoded = _of_first(args, kwargs)
-    return NotImplemented if encoded is None else deferred(func, *encoded, args[0].facts.slice_bytes)
+    if encoded is None:
+        return NotImplemented
+    return deferred(func, *encoded, args[0].facts.slice_bytes, lost)
 
 
 def _normalised(func: Func, args: Args, kwargs: Named) -> Any:
@@ -183,9 +217,9 @@ def _normalised(func: Func, args: Args, kwargs: Named) -> Any:
     shape = args[1] if len(args) > 1 else kwargs.get("normalized_shape")
     if not isinstance(args[0], DeferredRows) or not isinstance(shape, Sequence):
         return NotImplemented
-    if args[0].facts.node.dim >= args[0].dim() - len(shape):
-        return NotImplemented
-    return _only_first(func, args, kwargs)
+    first = args[0].dim() - len(shape)
+    lost = frozenset(axis for axis, dim in args[0].facts.node.dims.items() if dim >= first)
+    return _only_first(func, args, kwargs, lost)
 
 
 def _dropped(func: Func, args: Args, kwargs: Named) -> Any:
@@ -197,7 +231,7 @@ def _dropped(func: Func, args: Args, kwargs: Named) -> Any:
 
 def _viewed(func: Func, args: Args, kwargs: Named) -> Any:
     """Another order of the dimensions."""
-    found = _only_first(func, args, kwargs)
+    found = _along_dim(func, args, kwargs) if func in _SQUEEZES else _only_first(func, args, kwargs)
     if found is not NotImplemented:
         args[0].facts.aliased = found.facts.aliased = True
     return found
@@ -220,56 +254,70 @@ def _reshaped(func: Func, args: Args, kwargs: Named) -> Any:
             return NotImplemented
         shape[shape.index(-1)] = total // known
     node = rows.facts.node
-    before = math.prod(node.shape[: node.dim])
-    fitting = [
-        dim for dim, size in enumerate(shape) if size == node.rows and math.prod(shape[:dim]) == before
-    ]
-    if math.prod(shape) != total or not fitting:
+    if math.prod(shape) != total:
         return NotImplemented
-    found = deferred(_Reshape(tuple(shape), fitting[0]), (node,), {}, rows.facts.slice_bytes)
+    dims = {axis: _place(node.shape, dim, shape) for axis, dim in node.dims.items()}
+    lost = frozenset(axis for axis, dim in dims.items() if dim is None)
+    kept = {axis: dim for axis, dim in dims.items() if dim is not None}
+    found = deferred(_Reshape(tuple(shape), node, kept), (node,), {}, rows.facts.slice_bytes, lost)
     if found is not NotImplemented:
         rows.facts.aliased = found.facts.aliased = True
     return found
 
 
+def _place(before: Sequence[int], dim: int, after: Sequence[int]) -> int | None:
+    """Where a dimension is after a reshape; None where it is none of its own there."""
+    for place, size in enumerate(after):
+        if size == before[dim] and math.prod(after[:place]) == math.prod(before[:dim]):
+            return place
+    return None
+
+
 class _Reshape:
-    """Reshapes some rows."""
+    """Reshapes a block: to the shape of the whole, but for the axes."""
 
-    def __init__(self, shape: tuple[int, ...], dim: int) -> None:
-        self.shape, self.dim = shape, dim
+    def __init__(self, shape: tuple[int, ...], node: RowNode, kept: dict[int, int]) -> None:
+        self.shape, self.kept = shape, {place: node.dims[axis] for axis, place in kept.items()}
 
-    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        others = math.prod(self.shape) // max(1, self.shape[self.dim])
-        sizes = list(self.shape)
-        sizes[self.dim] = rows.numel() // max(1, others)
-        return rows.reshape(sizes)
+    def __call__(self, block: torch.Tensor) -> torch.Tensor:
+        sizes = (
+            block.shape[self.kept[place]] if place in self.kept else size
+            for place, size in enumerate(self.shape)
+        )
+        return block.reshape(tuple(sizes))
 
 
 # -- products that take rows and give little of each ---------------------------------------------------------------
 
 
 def _product(func: Func, args: Args, kwargs: Named) -> Any:
-    """Rows times a matrix that exists, computed some rows at a time into an output that is allocated once."""
+    """Rows times a matrix that exists, computed block by block into an output that is allocated once."""
     if len(args) < 2 or not isinstance(args[0], DeferredRows) or args[0].facts.full is not None:
         return NotImplemented
     rows, other = args[0], args[1]
-    node = rows.facts.node
+    node, slice_bytes = rows.facts.node, rows.facts.slice_bytes
     if isinstance(other, DeferredRows) or not isinstance(other, torch.Tensor):
         return NotImplemented
     linear = func is F.linear
-    if node.dim == rows.dim() - 1 or (not linear and (node.dim != rows.dim() - 2 or other.dim() < 2)):
+    if not linear and other.dim() < 2:
         return NotImplemented
-    right = other if linear else mergeable(other)
-    last = deferred(func, (node, right, *args[2:]), kwargs, rows.facts.slice_bytes)
+    lost = frozenset(axis for axis, dim in node.dims.items() if dim == rows.dim() - 1)
+    if not linear:
+        # Leading dimensions are those of several products; the last two of the matrix are none of the axes.
+        leading = {axis: rows.dim() - dim for axis, dim in node.dims.items() if dim < rows.dim() - 2}
+        other = _sliced(mergeable(other), {axis: (at, rows.shape[-at]) for axis, at in leading.items()})
+    last = deferred(func, (node, other, *args[2:]), kwargs, slice_bytes, lost)
     if last is NotImplemented:
         return NotImplemented
-    program, step = RowProgram(last.facts.node), max(1, rows.facts.slice_bytes // max(1, node.row_bytes))
-    if step >= node.rows:
-        return program.whole()
-    out = torch.empty(last.facts.node.shape, dtype=last.dtype, device=last.device)
-    for start in range(0, node.rows, step):
-        stop = min(start + step, node.rows)
-        out.narrow(last.facts.node.dim, start, stop - start).copy_(program.rows(start, stop))
+    program, out = RowProgram(last.facts.node), None
+    for spans in program.blocks(node, slice_bytes):
+        block = program.block(spans)
+        if out is None:
+            if tuple(block.shape) == last.facts.node.shape:
+                return block
+            out = torch.empty(last.facts.node.shape, dtype=block.dtype, device=block.device)
+        RowSlice(out, last.facts.node.dims).block(spans).copy_(block)
+        del block
     return out
 
 
@@ -337,6 +385,7 @@ _ALONG = _named(
 _DIM_AT: dict[Func, int] = {
     func: 2 for func in _named((torch, _T), "chunk split norm")
 }  # after the number of parts, or their size
+_SQUEEZES = frozenset(_named((torch, _T), "squeeze"))
 _VIEWS = _named((torch, _T), "transpose permute unsqueeze squeeze movedim swapaxes contiguous")
 _PAIRS = [
     (getattr(_T, f"{name}_"), getattr(_T, name))
