@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import PackedSequence
 from vramfit.arguments import shown, whole_argument
 from vramfit.errors import UsageError
 from vramfit.inference.neighbours import Call, NeighbourReport, Probe, holds_values, probe_neighbours
-from vramfit.workload.containers import mapped_leaves
+from vramfit.workload.containers import mapped_leaves, named_tensors_in
 
 TRIED_EXAMPLES = 4
 """Entries of a batch that the probe runs at most."""
@@ -56,6 +56,10 @@ class ChunkSettings:
         """Check the numbers."""
         whole_argument("size", self.size, least=1)
         whole_argument("dim", self.dim, least=-8, most=8)
+
+    def unchecked(self) -> ChunkSettings:
+        """The same without the trial."""
+        return replace(self, check=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,13 +165,13 @@ def call_in_chunks(
     known = model if model is not None else function if isinstance(function, nn.Module) else None
     with torch.no_grad():
         if settings.device is not None:
-            call = _moved(call, settings.device, cut.paths)
+            call = moved(call, settings.device, cut.paths)
         if settings.check and size < cut.extent:
             neighbours_of(function, call, cut, settings, known).demand_none()
         joined = JoinedOutputs(cut, settings.output_device, out)
         for start, stop in cut.spans(size) if cut.extent else ((0, 0),):
             part = cut.part(call, start, stop)
-            args, kwargs = part if settings.device is None else _moved(part, settings.device)
+            args, kwargs = part if settings.device is None else moved(part, settings.device)
             del part
             held = [function(*args, **kwargs)]
             del args, kwargs
@@ -185,7 +189,7 @@ def neighbours_of(
     tried = min(cut.extent, max(2, settings.size), TRIED_EXAMPLES if settings.dim == 0 else TRIED_POSITIONS)
 
     def run(some: Call) -> Any:
-        args, kwargs = some if settings.device is None else _moved(some, settings.device)
+        args, kwargs = some if settings.device is None else moved(some, settings.device)
         return function(*args, **kwargs)
 
     tensors = () if model is None else (*model.parameters(), *model.buffers())
@@ -207,7 +211,7 @@ class JoinedOutputs:
 
     def __init__(self, cut: InputCut, device: torch.device | None, out: Any) -> None:
         self._cut, self._device = cut, device
-        self._given = None if out is None else _by_path(out)
+        self._given = None if out is None else dict(named_tensors_in(out))
         self._slots: dict[str, torch.Tensor] = {}
         self._others: dict[str, Any] = {}
         self._made: Any = None
@@ -312,28 +316,16 @@ def _empty_like(leaf: torch.Tensor, shape: list[int], device: torch.device) -> t
     return torch.empty([shape[dim] for dim in order], dtype=leaf.dtype, device=device).permute(back)
 
 
-def _by_path(value: Any) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
-
-    def leaf(path: str, part: Any) -> Any:
-        if isinstance(part, torch.Tensor):
-            found[path] = part
-        return part
-
-    mapped_leaves(value, leaf)
-    return found
-
-
-def _moved(call: Call, device: torch.device, stay: frozenset[str] = frozenset()) -> Call:
-    """The call's tensors on a device, but for some."""
+def moved(call: Call, device: torch.device, stay: frozenset[str] = frozenset()) -> Call:
+    """The call with its tensors on a device, but for those whose paths are to stay."""
 
     def leaf(path: str, value: Any) -> Any:
         if isinstance(value, torch.Tensor) and path not in stay:
             return value.to(device, non_blocking=value.device.type == "cpu" and value.is_pinned())
         return value
 
-    moved: Call = mapped_leaves(call, leaf)
-    return moved
+    found: Call = mapped_leaves(call, leaf)
+    return found
 
 
 def _moved_output(value: Any, device: torch.device | None) -> Any:
@@ -341,7 +333,3 @@ def _moved_output(value: Any, device: torch.device | None) -> Any:
         return value
     return mapped_leaves(value, lambda _, leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf)
 
-
-def with_size(settings: ChunkSettings, size: int) -> ChunkSettings:
-    """The same with another size of the chunks."""
-    return replace(settings, size=size)

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from vramfit.errors import UsageError
-from vramfit.workload.containers import mapped_leaves
+from vramfit.workload.containers import mapped_leaves, named_tensors_in, tensors_in
 
 Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 """The arguments of a call, and those by name."""
@@ -97,9 +97,7 @@ class Probe:
 
 def holds_values(call: Call) -> bool:
     """Whether the tensors of a call have values to be compared: not on the virtual GPU."""
-    found: list[torch.Tensor] = []
-    mapped_leaves(call, lambda _path, leaf: found.append(leaf) if isinstance(leaf, torch.Tensor) else None)
-    return not any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in found)
+    return not any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in tensors_in(call))
 
 
 def coupled_by_structure(model: nn.Module) -> NeighbourReport | None:
@@ -209,8 +207,8 @@ def _altered(few: Call, others: Call, changed: torch.Tensor, probe: Probe) -> Ca
     generator = torch.Generator().manual_seed(0)
     at = torch.nonzero(changed)[:, 0]
     # What is cut is found by cutting: a tensor that keeps its shape belongs to all entries.
-    one = {path: leaf.shape for path, leaf in _tensors(probe.take(few, at[:1]))}
-    values = dict(_tensors(others))
+    one = {path: leaf.shape for path, leaf in named_tensors_in(probe.take(few, at[:1]))}
+    values = dict(named_tensors_in(others))
 
     def leaf(path: str, value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or value.shape == one[path]:
@@ -228,21 +226,9 @@ def _altered(few: Call, others: Call, changed: torch.Tensor, probe: Probe) -> Ca
     return altered
 
 
-def _tensors(value: Any) -> list[tuple[str, torch.Tensor]]:
-    found: list[tuple[str, torch.Tensor]] = []
-
-    def leaf(path: str, part: Any) -> Any:
-        if isinstance(part, torch.Tensor):
-            found.append((path, part))
-        return part
-
-    mapped_leaves(value, leaf)
-    return found
-
-
 def _summary(outputs: Any, dim: int, entries: int) -> str:
     """The output that has no entry for each of the input's, in words; empty where all have."""
-    for path, tensor in _tensors(outputs):
+    for path, tensor in named_tensors_in(outputs):
         if not -tensor.dim() <= dim < tensor.dim() or tensor.shape[dim] != entries:
             name = f"output {path}" if path else "the output"
             return f"{name} of shape {list(tensor.shape)} for {entries} entries"
@@ -262,10 +248,10 @@ def _picked(outputs: Any, dim: int, kept: torch.Tensor) -> Any:
 
 def _agree(found: Any, expected: Any, bounds: dict[torch.dtype, float]) -> bool:
     """Whether all tensors agree, floating ones but for rounding."""
-    pairs = list(zip(_tensors(found), _tensors(expected), strict=False))
-    if len(_tensors(found)) != len(_tensors(expected)):
+    these, those = tensors_in(found), tensors_in(expected)
+    if len(these) != len(those):
         return False
-    return all(_close(one, other, bounds) for (_, one), (_, other) in pairs)
+    return all(_close(one, other, bounds) for one, other in zip(these, those, strict=True))
 
 
 def _close(one: torch.Tensor, other: torch.Tensor, bounds: dict[torch.dtype, float]) -> bool:
@@ -314,7 +300,7 @@ def _recording(
         numbers = torch.nonzero(kept)[:, 0]
         return [
             tensor.index_select(probe.dim, numbers.to(tensor.device)).clone()
-            for _, tensor in _tensors(value)
+            for tensor in tensors_in(value)
             if -tensor.dim() <= probe.dim < tensor.dim() and tensor.shape[probe.dim] == probe.entries
         ]
 
@@ -332,7 +318,7 @@ def _recording(
 def _unchanged(model: nn.Module | None, call: Call) -> Iterator[None]:
     """Put buffers and random numbers back."""
     buffers = [] if model is None else [(buffer, buffer.clone()) for buffer in model.buffers()]
-    cards = {tensor.device for _, tensor in _tensors(call)} | {buffer.device for buffer, _ in buffers}
+    cards = {tensor.device for tensor in tensors_in(call)} | {buffer.device for buffer, _ in buffers}
     if model is not None:
         cards |= {parameter.device for parameter in model.parameters()}
     indices = sorted({card.index or 0 for card in cards if card.type == "cuda"})

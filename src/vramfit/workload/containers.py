@@ -5,7 +5,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 
 def mapped(batch: Any, part: Callable[[str, Any], Any]) -> Any:
@@ -38,3 +41,23 @@ def mapped_leaves(value: Any, leaf: Callable[[str, Any], Any], path: str = "") -
 
     made = mapped(value, inner)
     return leaf(path, value) if not entries and made is value else made
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors in some containers, in order."""
+    return [tensor for _, tensor in named_tensors_in(value)]
+
+
+def named_tensors_in(value: Any) -> list[tuple[str, torch.Tensor]]:
+    """The same with their paths."""
+    import torch
+
+    found: list[tuple[str, torch.Tensor]] = []
+
+    def leaf(path: str, part: Any) -> Any:
+        if isinstance(part, torch.Tensor):
+            found.append((path, part))
+        return part
+
+    mapped_leaves(value, leaf)
+    return found

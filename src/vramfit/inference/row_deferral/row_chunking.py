@@ -13,6 +13,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from vramfit.arguments import whole_argument
+from vramfit.inference.row_deferral.attention_rows import bind_attention
 from vramfit.inference.row_deferral.deferred_rows import DeferredRows, RowSlice, with_values
 from vramfit.inference.row_deferral.row_operations import deferred, mergeable
 from vramfit.workload.containers import mapped_leaves
@@ -65,6 +66,12 @@ class RowDeferring(TorchFunctionMode):
             found = self._deferred(func, args, kwargs)
             if found is not NotImplemented:
                 return found
+        # The virtual GPU replaces it in its module, so that the present one is looked up.
+        if self._chunks.attention and func in (_ATTENTION, F.scaled_dot_product_attention):
+            attend = None if torch.is_grad_enabled() else bind_attention(*with_values(args), **kwargs)
+            if attend is not None:
+                with self:
+                    return attend()
         return func(*args, **kwargs)
 
     def _deferred(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -112,6 +119,7 @@ def _is_fake(tensor: Any) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
+_ATTENTION = F.scaled_dot_product_attention
 _PRODUCTS = frozenset({torch.matmul, torch.bmm, _T.matmul, _T.bmm, _T.__matmul__, F.linear})
 
 
