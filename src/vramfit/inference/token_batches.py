@@ -310,7 +310,8 @@ class OrderedResults:
             UsageError: one in between is missing.
         """
         expected = range(self._given, self._given + len(self._results))
-        if missing := next((number for number in expected if number not in self._results), None):
+        missing = next((number for number in expected if number not in self._results), None)
+        if missing is not None:
             raise UsageError(f"item {missing} has no result yet", "Add the results of every batch first")
         return list(self.ready())
 

@@ -86,8 +86,8 @@ class AttachedProgram:
         steps_in_backward: whether the optimizer steps in the backward pass, so that gradients never are together.
         clip: cuts all gradients to a norm, where they are not those of the model's parameters; None leaves it to torch.
         frees_input: whether a batch may go as soon as the forward pass is over.
-        host_inputs: whether a batch of a workload without loss stays on the host, because a technique brings to the
-            device what it needs of it.
+        host_inputs: whether a batch without a loss stays on the CPU, as what surrounds the model brings to the device
+            what it needs; otherwise the whole batch is moved there before the model is called.
         loss_surroundings: what surrounds the computation of the loss in a workload, and the forward pass where it has
             no loss, the innermost first; each is given a function without arguments that computes it.
         gathering: called when the gradients of a step are complete, before they are unscaled or cut: what keeps some

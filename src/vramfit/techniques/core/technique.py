@@ -267,7 +267,9 @@ class AppliedWorkload(Workload):
             return Workload.run_step(self, state, sizes)
         live: AttachedProgram = state.extra[_LIVE]
         if self.loss is None:
-            batch = self.batch(**sizes) if live.host_inputs else to_device(self.batch(**sizes), state.device)
+            batch = self.batch(**sizes)
+            if not live.host_inputs:
+                batch = to_device(batch, state.device)
             with torch.no_grad():
                 live.surrounded(lambda: call_model(state.model, batch))
             return None
