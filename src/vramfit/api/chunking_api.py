@@ -156,7 +156,7 @@ def batches(
         if not isinstance(items, Sequence) and not hasattr(items, "__len__"):
             raise UsageError("items come as a stream", "Give window=, how many are looked at together")
         return TokenBatches([int(tell(item)) for item in items], bound, settings)
-    return TokenBatches(((int(tell(item)), item) for item in items), bound, settings)
+    return TokenBatches(None, bound, settings, stream=((int(tell(item)), item) for item in items))
 
 
 def _device(name: str, given: Any) -> torch.device:

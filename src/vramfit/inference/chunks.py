@@ -192,11 +192,11 @@ def neighbours_of(
         args, kwargs = some if settings.device is None else moved(some, settings.device)
         return function(*args, **kwargs)
 
-    tensors = () if model is None else (*model.parameters(), *model.buffers())
-    entries = tried if holds_values((tensors, {"call": call})) else 0
-    probe = Probe(
-        dim=settings.dim, run=run, take=cut.take, entries=entries, extent=cut.extent, model=model
-    )
+    tensors = [] if model is None else [*model.parameters(), *model.buffers()]
+    if settings.device is not None:
+        tensors.append(torch.empty(0, device=settings.device))  # a tensor as they are there
+    entries = tried if holds_values((tuple(tensors), {"call": call})) else 0
+    probe = Probe(dim=settings.dim, run=run, take=cut.take, entries=entries, extent=cut.extent, model=model)
     return probe_neighbours(probe, call)
 
 
@@ -229,9 +229,7 @@ class JoinedOutputs:
             return
         if self._first:
             seen: dict[int, torch.Tensor] = {}
-            self._made = mapped_leaves(
-                value, lambda path, leaf: self._opened(path, leaf, stop - start, seen)
-            )
+            self._made = mapped_leaves(value, lambda path, leaf: self._opened(path, leaf, stop - start, seen))
             if self._given is not None and (left := sorted(self._given.keys() - self._slots.keys())):
                 raise UsageError(f"out has {left[0] or 'a tensor'}, which is no output", "Leave it out")
             self._first = False
@@ -311,7 +309,8 @@ def _unjoinable(path: str, leaf: Any, dim: int) -> tuple[str, str]:
 
 def _empty_like(leaf: torch.Tensor, shape: list[int], device: torch.device) -> torch.Tensor:
     """An empty tensor of another size with the order of dimensions that `leaf` has in memory."""
-    order = sorted(range(leaf.dim()), key=lambda dim: (-leaf.stride(dim), dim))
+    strides = leaf.stride()
+    order = sorted(range(leaf.dim()), key=lambda dim: (-strides[dim], dim))
     back = sorted(range(leaf.dim()), key=order.__getitem__)
     return torch.empty([shape[dim] for dim in order], dtype=leaf.dtype, device=device).permute(back)
 
@@ -332,4 +331,3 @@ def _moved_output(value: Any, device: torch.device | None) -> Any:
     if device is None:
         return value
     return mapped_leaves(value, lambda _, leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf)
-

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, TypeAlias
 
@@ -126,8 +126,14 @@ def probe_neighbours(probe: Probe, call: Call) -> NeighbourReport:
         return NeighbourReport(coupling=Coupling.NONE)
     with torch.no_grad(), _unchanged(probe.model, call):
         few = probe.take(call, torch.arange(entries))
-        plain = probe.run(few)
-        if not _agree(probe.run(few), plain, _SAME_RUN):
+        plain, again = probe.run(few), probe.run(few)
+        # One object for both calls, as a parameter, is nothing that was computed from the entries.
+        pairs = zip(named_tensors_in(plain), named_tensors_in(again), strict=False)
+        fixed = {path for (path, one), (_, other) in pairs if one is other}
+        run = probe.run
+        probe = replace(probe, run=lambda some: _without(run(some), fixed))
+        plain, again = _without(plain, fixed), _without(again, fixed)
+        if not _agree(again, plain, _SAME_RUN):
             return NeighbourReport(
                 coupling=Coupling.RANDOM,
                 why="two equal calls give different outputs, as with dropout: chunks would draw other numbers",
@@ -162,7 +168,8 @@ def _neighbours(probe: Probe, few: Call, others: Call, plain: Any) -> NeighbourR
             return NeighbourReport(
                 coupling=Coupling.NEIGHBOURS,
                 why=f"outputs of an entry depend on other entries {axis}, as a change of their values shows{where}",
-                hint="Cut along another dimension, or take what this model needs: tiles with a halo, windows, layers",
+                hint="Cut along another dimension, or in tiles with a halo, windows or layers; name in "
+                "whole= what only happens to have the same size",
                 entries=entries,
             )
     return None
@@ -235,6 +242,11 @@ def _summary(outputs: Any, dim: int, entries: int) -> str:
     return ""
 
 
+def _without(outputs: Any, paths: set[str]) -> Any:
+    """The outputs without some tensors."""
+    return mapped_leaves(outputs, lambda path, leaf: None if path in paths else leaf)
+
+
 def _picked(outputs: Any, dim: int, kept: torch.Tensor) -> Any:
     numbers = torch.nonzero(kept)[:, 0]
 
@@ -282,17 +294,15 @@ def _culprit(probe: Probe, few: Call, changed: Call, kept: torch.Tensor) -> str:
         seen.append(record)
     before, after = seen
     for name, (inputs, outputs) in after.items():
-        if name in before and outputs and _agree(inputs, before[name][0], _SAME_RUN):
-            if not _agree(outputs, before[name][1], _SAME_RUN):
-                kind = type(probe.model.get_submodule(name)).__name__
-                return f" (first in {name}, a {kind})" if name else f" (in the forward of {kind})"
+        same_inputs = name in before and _agree(inputs, before[name][0], _SAME_RUN)
+        if same_inputs and outputs and not _agree(outputs, before[name][1], _SAME_RUN):
+            kind = type(probe.model.get_submodule(name)).__name__
+            return f" (first in {name}, a {kind})" if name else f" (in the forward of {kind})"
     return ""
 
 
 @contextlib.contextmanager
-def _recording(
-    probe: Probe, kept: torch.Tensor, record: dict[str, tuple[Any, Any]]
-) -> Iterator[None]:
+def _recording(probe: Probe, kept: torch.Tensor, record: dict[str, tuple[Any, Any]]) -> Iterator[None]:
     """Note the kept entries of what each part of the model is given and gives, the inner parts first."""
     assert probe.model is not None
 

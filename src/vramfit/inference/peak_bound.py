@@ -13,8 +13,8 @@ from vramfit.arguments import number_argument
 from vramfit.errors import UsageError
 
 MARGIN = 0.02
-"""Part by which a fitted bound lies above the lowest one through the measured shapes: blocks are rounded up to 512 bytes
-and segments to 2 MiB (c10/cuda/CUDACachingAllocator.cpp), which no smooth function of the shape follows."""
+"""Part by which a fitted bound lies above the lowest one through the measured shapes: blocks are rounded up to 512
+bytes and segments to 2 MiB (c10/cuda/CUDACachingAllocator.cpp), which no smooth function of the shape follows."""
 
 
 class PeakBound:
@@ -112,12 +112,10 @@ def fitted_bound(measured: Mapping[tuple[int, int], float], *, margin: float = M
     shapes = np.array(list(measured), dtype=float)
     peaks = np.array(list(measured.values()), dtype=float)
     items, lengths = shapes[:, 0], shapes[:, 1]
-    terms = np.stack(
-        [np.ones_like(items), items, items * lengths, items * lengths**2, lengths**2], axis=1
-    )
-    # Terms of very different sizes are scaled to 1: the solver's tolerances are absolute.
-    scale = terms.max(axis=0)
-    weighted = terms / scale / peaks[:, None]
+    terms = np.stack([np.ones_like(items), items, items * lengths, items * lengths**2, lengths**2], axis=1)
+    shares = terms / peaks[:, None]
+    scale = shares.max(axis=0)  # terms of very different sizes become 1: the solver's tolerances are absolute
+    weighted = shares / scale
     solved = linprog(weighted.sum(axis=0), A_ub=-weighted, b_ub=-np.ones(len(peaks)), bounds=(0, None))
     if not solved.success:
         raise UsageError(f"no bound goes through the measured shapes: {solved.message}", "Measure others")

@@ -23,6 +23,9 @@ from vramfit.workload.containers import mapped_leaves, tensors_in
 _SLACK = 1e-5
 """Part of the largest coordinate by which the halo is wider: a network measures distances in its own precision."""
 
+_TRIED = 8
+"""Blocks of which one is run with a wider halo."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PointSettings:
@@ -33,7 +36,7 @@ class PointSettings:
         most_points: of a block, its halo included.
         device: where blocks are moved to before each call; None leaves them where they are.
         output_device: where results are joined; None is where the calls leave them.
-        check: whether the smallest block is run with a wider halo first, to see that the radius is enough.
+        check: whether one block is run with a wider halo first, to see that the radius is enough.
 
     Raises:
         UsageError: a number is out of bounds.
@@ -170,25 +173,22 @@ def _check_radius(
     blocks: list[PointBlock],
     settings: PointSettings,
 ) -> None:
-    """Run the block with the fewest points once with a wider halo, as far as a block has room.
+    """Run a block once more with a wider halo, as far as a block has room.
+
+    Of some blocks the one is taken that the wider halo adds most to.
 
     Raises:
         UsageError: results of its own points differ.
     """
-    block = min(
-        (one for one in blocks if len(one.points) < len(xyz)), key=lambda one: len(one.points), default=None
-    )
-    if block is None:
-        return
-    own = block.points[block.own]
     where = xyz[:, :3].detach().double()
-    low, high = where[own].amin(0), where[own].amax(0)
-    widest = torch.nonzero(_within(where, low, high, 2 * settings.radius + _SLACK))[:, 0]
-    if len(widest) > settings.most_points:
-        distances = _distance(where[widest], low, high)
-        widest = widest[distances.argsort(stable=True)[: settings.most_points]].sort().values
+    some = blocks[:: max(1, len(blocks) // _TRIED)]
+    block, widest = max(
+        ((one, _widened(one, where, settings)) for one in some),
+        key=lambda pair: len(pair[1]) - len(pair[0].points),
+    )
     if len(widest) <= len(block.points):
         return
+    own = block.points[block.own]
     narrow = _called(function, xyz, features, block.points, settings)
     wide = _called(function, xyz, features, widest, settings)
     inner = torch.isin(widest, own, assume_unique=True)
@@ -206,6 +206,16 @@ def _check_radius(
                 "Give the sum of the radii of all layers; a network with global pooling, sampling or a fixed number "
                 "of nearest neighbours sees no bounded radius",
             )
+
+
+def _widened(block: PointBlock, where: torch.Tensor, settings: PointSettings) -> torch.Tensor:
+    """The points within twice the radius, the nearest of them where they are too many for a block."""
+    own = where[block.points[block.own]]
+    distances = _distance(where, own.amin(0), own.amax(0))
+    found = torch.nonzero(distances <= 2 * settings.radius)[:, 0]
+    if len(found) > settings.most_points:
+        found = found[distances[found].argsort(stable=True)[: settings.most_points]].sort().values
+    return found
 
 
 class _JoinedPoints:
@@ -230,9 +240,7 @@ class _JoinedPoints:
                 )
             if path not in self._rooms:
                 shape = (self._count, *part.shape[1:])
-                self._rooms[path] = torch.empty(
-                    shape, dtype=part.dtype, device=self._device or part.device
-                )
+                self._rooms[path] = torch.empty(shape, dtype=part.dtype, device=self._device or part.device)
             room = self._rooms[path]
             kept = part[block.own.to(part.device)].to(room.device)
             room.index_copy_(0, numbers.to(room.device), kept)
@@ -247,8 +255,10 @@ class _JoinedPoints:
 
 def _distance(places: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
     """Distance of places to a box, 0 inside."""
-    return torch.linalg.vector_norm((low - places).clamp(min=0) + (places - high).clamp(min=0), dim=1)
+    found: torch.Tensor = torch.linalg.vector_norm((low - places).clamp(min=0) + (places - high).clamp(min=0), dim=1)
+    return found
 
 
 def _within(places: torch.Tensor, low: torch.Tensor, high: torch.Tensor, reach: float) -> torch.Tensor:
-    return _distance(places, low, high) <= reach
+    near: torch.Tensor = _distance(places, low, high) <= reach
+    return near

@@ -1,15 +1,15 @@
 """Batches by tokens: items of similar length together, as many as their predicted peak allows, longest first.
 
 NOTE [Padding of a batch]: items are sorted by length, so that neighbours differ little, and a batch ends where one more
-item would make more than the allowed part of it padding, or would take more memory than there is. Lengths are rounded up to
-a multiple, so that there are few shapes; where rounding alone would exceed the allowed part, a batch keeps its longest
-item's own length.
+item would make more than the allowed part of it padding, or would take more memory than there is. Lengths are rounded
+up to a multiple, so that there are few shapes; where rounding alone would exceed the allowed part, a batch keeps its
+longest item's own length.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -85,9 +85,10 @@ class TokenBatches(Generic[T]):
     raised for all batches to come. A `torch.utils.data.DataLoader` takes it as its ``batch_sampler``.
 
     Args:
-        lengths: tokens of each item; for a stream, pairs of a length and an item.
+        lengths: tokens of each item; None for a stream.
         peak: bytes that a batch of so many items of one length takes at its highest: a bound from above that does not
             fall as either grows.
+        stream: items with the length of each, where the settings have a window.
 
     Attributes:
         bound: what `peak` says, corrected by what was observed.
@@ -98,26 +99,27 @@ class TokenBatches(Generic[T]):
 
     def __init__(
         self,
-        lengths: Sequence[int] | Iterable[tuple[int, T]],
+        lengths: Sequence[int] | None,
         peak: Callable[[int, int], float],
         settings: TokenBatchSettings,
+        *,
+        stream: Iterable[tuple[int, T]] = (),
     ) -> None:
         self.settings = settings
         self.bound = peak if isinstance(peak, PeakBound) else PeakBound.of(peak)
-        self._given = lengths
+        self._lengths, self._stream = lengths, stream
         self._plan: list[TokenBatch] | None = None
         self._last: TokenBatch | None = None
         self._again: list[TokenBatch] = []
         self._largest: dict[int, tuple[float, int]] = {}
-        if settings.window is None:
-            if not isinstance(lengths, Sized):
-                raise UsageError("items come as a stream", "Give window=, how many are looked at together")
-            known = [int(length) for length in lengths]  # type: ignore[call-overload]
-            if known and min(known) < 1:
+        if (lengths is None) != (settings.window is not None):
+            raise UsageError(
+                "a stream has a window, and items that are all there have none", "Give one of them"
+            )
+        if lengths:
+            if min(lengths) < 1:
                 raise UsageError("an item has no tokens", "Leave empty items out")
-            self._lengths: list[int] = known
-            if known:
-                self._check_alone(max(known))
+            self._check_alone(max(lengths))
 
     def __len__(self) -> int:
         """Batches, as far as the bound says now.
@@ -125,7 +127,7 @@ class TokenBatches(Generic[T]):
         Raises:
             TypeError: items come as a stream.
         """
-        if self.settings.window is not None:
+        if self._lengths is None:
             raise TypeError("batches of a stream have no length")
         if self._plan is None:
             self._plan = list(self._batches_of(range(len(self._lengths)), self._lengths))
@@ -133,7 +135,8 @@ class TokenBatches(Generic[T]):
 
     def __iter__(self) -> Iterator[TokenBatch]:
         """The batches, those that were given back (`split`) before all others."""
-        source = self._of_stream() if self.settings.window is not None else self._of_all()
+        lengths = self._lengths
+        source = self._of_stream() if lengths is None else self._batches_of(range(len(lengths)), lengths)
         for batch in source:
             yield from self._given_out(batch)
         while self._again:
@@ -187,18 +190,16 @@ class TokenBatches(Generic[T]):
 
     # -- making batches --------------------------------------------------------------------------------------------
 
-    def _of_all(self) -> Iterator[TokenBatch]:
-        yield from self._batches_of(range(len(self._lengths)), self._lengths)
-
     def _of_stream(self) -> Iterator[TokenBatch]:
         """Windows of a stream, each sorted for itself: an item waits for no more than a window of others."""
-        stream = enumerate(iter(self._given))
+        stream = enumerate(self._stream)
         while some := list(itertools.islice(stream, self.settings.window)):
-            numbers = [number for number, _ in some]
-            lengths = [int(length) for _, (length, _) in some]  # type: ignore[misc]
-            items = {number: item for number, (_, item) in some}  # type: ignore[misc]
+            lengths = [length for _, (length, _) in some]
+            items = {number: item for number, (_, item) in some}
+            if min(lengths) < 1:
+                raise UsageError("an item has no tokens", "Leave empty items out")
             self._check_alone(max(lengths))
-            for batch in self._batches_of(numbers, lengths):
+            for batch in self._batches_of(list(items), lengths):
                 batch.items = [items[number] for number in batch]
                 yield batch
 
@@ -208,9 +209,7 @@ class TokenBatches(Generic[T]):
         start = 0
         while start < len(order):
             padded, stop, tokens = self._next(lengths, order, start)
-            yield TokenBatch(
-                (numbers[place] for place in order[start:stop]), length=padded, tokens=tokens
-            )
+            yield TokenBatch((numbers[place] for place in order[start:stop]), length=padded, tokens=tokens)
             start = stop
 
     def _next(self, lengths: Sequence[int], order: list[int], start: int) -> tuple[int, int, int]:

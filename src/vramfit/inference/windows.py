@@ -258,7 +258,9 @@ class JoinedWindows:
             raise UsageError(
                 f"output {path or 'of the model'} is one number for all windows", "Leave losses out"
             )
-        window_sizes = {len(self._windows[first + row].positions(self._settings)) for row in range(len(value))}
+        window_sizes = {
+            len(self._windows[first + row].positions(self._settings)) for row in range(len(value))
+        }
         of_tokens = value.dim() > 1 and value.shape[1] == max(window_sizes)
         if path not in self._sums:
             wide = value.dtype if value.is_floating_point() else torch.float32
@@ -337,7 +339,8 @@ def _lengths(tokens: torch.Tensor, mask: torch.Tensor | None) -> list[int]:
         return [tokens.shape[1]] * tokens.shape[0]
     if mask.shape != tokens.shape:
         raise UsageError(
-            f"the mask has the shape {list(mask.shape)}, tokens {list(tokens.shape)}", "Give one for each token"
+            f"the mask has the shape {list(mask.shape)}, tokens {list(tokens.shape)}",
+            "Give one for each token",
         )
     lengths = mask.bool().sum(1)
     places = torch.arange(tokens.shape[1], device=mask.device)

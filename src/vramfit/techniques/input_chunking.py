@@ -60,7 +60,7 @@ class InputChunking(Technique[InputChunkingSetting]):
     follows: ClassVar[str | None] = "attention-chunking"
 
     def options(self, profile: Profile) -> Iterable[InputChunkingSetting]:
-        """Half of the batch, a quarter, and so on to single examples; these also with inputs and outputs on the host."""
+        """Half of the batch, a quarter, and so on to single examples; these also with all but a chunk on the host."""
         if profile.trains or profile.own_step or coupled_by_structure(profile.model) is not None:
             return
         size = profile.sizes[batch_size_name(profile.sizes)]

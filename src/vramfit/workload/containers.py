@@ -1,4 +1,4 @@
-"""Batches and outputs as trees: dicts, named tuples, lists, dataclasses, and what subclasses them, rebuilt with parts."""
+"""Batches and outputs as trees: dicts, named tuples, lists and dataclasses, rebuilt with other parts."""
 
 from __future__ import annotations
 

@@ -93,7 +93,9 @@ class RowDeferring(TorchFunctionMode):
             return NotImplemented
         if 0 in left.shape or (not linear and left.dim() < right.dim()):
             return NotImplemented
-        inner = left.dim() - 1 if linear else left.dim() - 2  # of a product, dimensions before are many products
+        inner = (
+            left.dim() - 1 if linear else left.dim() - 2
+        )  # of a product, dimensions before are many products
         dims = {dim: dim for dim in range(left.dim() - 1) if left.shape[dim] > 1}
         if not linear:
             right = _with_axes(mergeable(right), left, {axis for axis in dims if axis < inner})

@@ -237,10 +237,10 @@ def _viewed(func: Func, args: Args, kwargs: Named) -> Any:
     return found
 
 
-def _reshaped(func: Func, args: Args, kwargs: Named) -> Any:
+def _reshaped(_func: Func, args: Args, kwargs: Named) -> Any:
     """Another shape in which the rows are a dimension of their own, too."""
     rows = args[0]
-    sizes = kwargs.get("shape", kwargs.get("size", args[1:]))
+    sizes: Any = kwargs.get("shape", kwargs.get("size", args[1:]))
     if len(sizes) == 1 and isinstance(sizes[0], list | tuple):
         sizes = sizes[0]
     if not isinstance(rows, DeferredRows) or not all(type(size) is int for size in sizes):
@@ -382,14 +382,27 @@ _ALONG = _named(
     (torch, _T, F),
     "softmax log_softmax sum mean amax amin logsumexp max min cumsum unbind chunk split std var norm",
 )
-_DIM_AT: dict[Func, int] = {
-    func: 2 for func in _named((torch, _T), "chunk split norm")
-}  # after the number of parts, or their size
+_DIM_AT: dict[Func, int] = dict.fromkeys(
+    _named((torch, _T), "chunk split norm"), 2
+)  # after the number of parts, or their size
 _SQUEEZES = frozenset(_named((torch, _T), "squeeze"))
 _VIEWS = _named((torch, _T), "transpose permute unsqueeze squeeze movedim swapaxes contiguous")
 _PAIRS = [
     (getattr(_T, f"{name}_"), getattr(_T, name))
-    for name in "add sub mul div masked_fill clamp tanh exp relu sigmoid clamp_min clamp_max".split()
+    for name in [
+        "add",
+        "sub",
+        "mul",
+        "div",
+        "masked_fill",
+        "clamp",
+        "tanh",
+        "exp",
+        "relu",
+        "sigmoid",
+        "clamp_min",
+        "clamp_max",
+    ]
 ]
 _PAIRS += [
     (_T.__iadd__, _T.add),
@@ -400,7 +413,9 @@ _PAIRS += [
 _OUT_OF_PLACE: dict[Func, Func] = dict(_PAIRS)
 _METADATA = frozenset(
     [
-        *_named((_T,), "size dim ndimension numel nelement is_floating_point is_complex element_size __len__"),
+        *_named(
+            (_T,), "size dim ndimension numel nelement is_floating_point is_complex element_size __len__"
+        ),
         *_named((torch,), "is_tensor is_floating_point is_complex numel"),
         *(
             getattr(_T, name).__get__
