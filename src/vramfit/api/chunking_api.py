@@ -19,7 +19,7 @@ from vramfit.arguments import (
     whole_argument,
 )
 from vramfit.errors import UsageError
-from vramfit.inference.chunks import ChunkSettings, call_in_chunks
+from vramfit.inference.input_chunks import ChunkSettings, call_in_chunks
 from vramfit.inference.peak_bound import PeakBound
 from vramfit.inference.token_batches import TokenBatches, TokenBatchSettings
 

@@ -255,7 +255,9 @@ class _JoinedPoints:
 
 def _distance(places: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
     """Distance of places to a box, 0 inside."""
-    found: torch.Tensor = torch.linalg.vector_norm((low - places).clamp(min=0) + (places - high).clamp(min=0), dim=1)
+    found: torch.Tensor = torch.linalg.vector_norm(
+        (low - places).clamp(min=0) + (places - high).clamp(min=0), dim=1
+    )
     return found
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from vramfit.errors import UsageError
-from vramfit.inference.chunks import ChunkSettings, call_in_chunks, moved
+from vramfit.inference.input_chunks import ChunkSettings, call_in_chunks, moved
 from vramfit.inference.neighbours import coupled_by_structure
 from vramfit.techniques.core.attached_program import AttachedProgram, AttachStage
 from vramfit.techniques.core.model_profile import Profile

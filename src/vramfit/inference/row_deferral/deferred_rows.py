@@ -170,11 +170,13 @@ class RowsFacts:
         node: the last operation of its recipe.
         slice_bytes: of it that exist at once.
         full: the values, once somebody needed them.
+        run: runs an operation that has it among its arguments.
         aliased: whether another one is a view of it, or it of another.
     """
 
     node: RowNode
     slice_bytes: int
+    run: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
     full: torch.Tensor | None = None
     aliased: bool = False
 
@@ -185,12 +187,13 @@ class DeferredRows(torch.Tensor):
     facts: RowsFacts
 
     @staticmethod
-    def make(node: RowNode, slice_bytes: int) -> DeferredRows:
+    def make(facts: RowsFacts) -> DeferredRows:
         """A tensor that stands for what a recipe gives."""
+        node = facts.node
         made: DeferredRows = torch.Tensor._make_wrapper_subclass(
             DeferredRows, node.shape, dtype=node.sample.dtype, device=node.sample.device
         )
-        made.facts = RowsFacts(node, slice_bytes)
+        made.facts = facts
         return made
 
     def values(self) -> torch.Tensor:
@@ -208,9 +211,9 @@ class DeferredRows(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        from vramfit.inference.row_deferral.row_operations import call_with_rows
-
-        return call_with_rows(func, args, kwargs or {})
+        leaves = tree_flatten((args, kwargs))[0]
+        first = next(leaf for leaf in leaves if isinstance(leaf, DeferredRows))
+        return first.facts.run(func, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's stub leaves out the function

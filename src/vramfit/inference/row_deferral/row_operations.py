@@ -15,6 +15,7 @@ from vramfit.inference.row_deferral.deferred_rows import (
     DeferredRows,
     RowNode,
     RowProgram,
+    RowsFacts,
     RowSlice,
     autocast_now,
     with_values,
@@ -89,7 +90,7 @@ def deferred(func: Func, args: Args, kwargs: Named, slice_bytes: int, lost: froz
             versions=versions,
             parents=parents,
         )
-        return DeferredRows.make(node, slice_bytes)
+        return DeferredRows.make(RowsFacts(node, slice_bytes, call_with_rows))
 
     first = next(iter(samples.values()))
     if isinstance(first, torch.Tensor):

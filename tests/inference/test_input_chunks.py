@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from vramfit.errors import UsageError
-from vramfit.inference.chunks import ChunkSettings, call_in_chunks
+from vramfit.inference.input_chunks import ChunkSettings, call_in_chunks
 from vramfit.virtual.gpu import VirtualGPU
 
 
