@@ -7,6 +7,8 @@ from . import gpus as gpus
 from . import report as report
 from . import techniques as techniques
 from . import trace as trace
+from .api.chunking_api import batches as batches
+from .api.chunking_api import chunked as chunked
 from .api.in_process import VirtualGPU as VirtualGPU
 from .api.leak_check import LeakFoundError as LeakFoundError
 from .api.leak_check import assert_no_leaks as assert_no_leaks

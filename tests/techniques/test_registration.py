@@ -31,6 +31,8 @@ ORDER = (
     "early-release",
     "channels-last",
     "attention-backend",
+    "attention-chunking",
+    "input-chunking",
     "optimizer-kernel",
     "step-in-backward",
     "low-bit-optimizer",
