@@ -298,8 +298,8 @@ NETWORKS = {
     "TAESD decoder": _network(lambda: _Half("decoder"), 4, 256, 256),
     "TAESD encoder": _network(lambda: _Half("encoder"), 3, 2048, 2048),
     "MONAI BasicUNet, slices": _network(_monai("BasicUNet", spatial_dims=2, **_BASIC), 1, 2048, 2048),
-    "MONAI AttentionUnet, slices": _network(
-        _monai("AttentionUnet", spatial_dims=2, in_channels=1, out_channels=4, channels=(32, 64, 128), strides=(2, 2)),
+    "MONAI SegResNet, slices": _network(
+        _monai("SegResNet", spatial_dims=2, init_filters=32, in_channels=1, out_channels=4, norm="batch"),
         1,
         2048,
         2048,

@@ -25,7 +25,7 @@ from local_networks import NETWORKS, LocalNetwork
 from torch import nn
 
 from vramfit.gpus import find_gpu
-from vramfit.inference.receptive_field import probe
+from vramfit.inference.tile_needs import probe_needs
 from vramfit.inference.tile_settings import TileSettings
 from vramfit.planner.devices.virtual_backend import VirtualBackend
 from vramfit.planner.tile_search import TileCost, TileOption, TileSearch
@@ -81,13 +81,12 @@ class Bench:
         self.network, self.device = network, VirtualBackend(find_gpu(card))
         model = network.make()
         self.model_bytes = sum(one.nbytes for one in model.parameters())
-        example = torch.zeros(1, network.channels, *(min(size, 64) for size in network.shape))
-        locality = probe(model, example)
+        needs = probe_needs(model, network.channels, len(network.shape), torch.device("cpu"))
         self.question = TileQuestion(
             shape=(network.channels, *network.shape),
             dtype=torch.float32,
             dims=len(network.shape),
-            settings=TileSettings(halo=locality.halo, stride=locality.stride),
+            settings=TileSettings(halo=needs.halo, stride=needs.stride),
         )
         self.options = options_of(self.question)
         self.seen: dict[TileOption, TileCost] = {}

@@ -61,11 +61,14 @@ def conv(size: Any = 3, **options: Any) -> nn.Module:
     ],
 )
 def test_local_networks(net: nn.Module, halo: tuple[int, int], alignment: int) -> None:
-    found = probe(net, IMAGE)
-    assert (found.kind, found.evidence, found.why) == (LOCAL, Evidence.MEASURED, "")
-    assert found.halo == (halo, halo)
-    assert found.alignment == (alignment, alignment)
-    assert not found.mixes_batch
+    read, measured = probe(net, IMAGE), probe(net, (IMAGE,))  # arguments in a tuple are always computed with
+    assert (read.kind, read.evidence, read.why) == (LOCAL, Evidence.STRUCTURE, "")
+    assert (measured.kind, measured.evidence, measured.why) == (LOCAL, Evidence.MEASURED, "")
+    for found in (read, measured):
+        assert found.halo == (halo, halo)
+        assert found.alignment == (alignment, alignment)
+        assert not found.mixes_batch
+    assert (read.scales, read.shrink) == (measured.scales, measured.shrink)
 
 
 def test_each_dimension_has_its_own() -> None:
@@ -263,7 +266,7 @@ def test_the_model_and_the_random_numbers_stay() -> None:
 
 
 def test_it_stops_in_time() -> None:
-    found = probe(SkipNet(nn.BatchNorm2d).eval(), IMAGE, seconds=0.01)
+    found = probe(SkipNet(nn.BatchNorm2d).eval(), (IMAGE,), seconds=0.01)
     assert (found.kind, found.why) == (WHOLE, "the probe would take more than 0.01 s")
     with pytest.raises(UsageError, match="seconds"):
         probe(conv(), IMAGE, seconds=-1)

@@ -1,4 +1,6 @@
-"""What each part of a model's output depends on: by changing parts of its input and looking at what changes.
+"""What each part of a model's output depends on: read off its operations, or by changing parts of its input.
+
+Where every operation says which rows it reads (structural_field.py), nothing is computed. What follows is for the rest.
 
 NOTE [Probing]: all rows of the input beyond a place are exchanged at once, and the first output row that changes is
 found; twice, once with other values and once with nan. Values in float64 show every dependency of generic weights, bit
@@ -19,6 +21,7 @@ import torch
 
 from vramfit.arguments import number_argument
 from vramfit.inference.probe_subject import ProbeStoppedError, ProbeSubject
+from vramfit.inference.structural_field import StructureUnknownError, structural_fields
 
 
 class LocalityKind(Enum):
@@ -45,11 +48,13 @@ class Evidence(Enum):
     Attributes:
         MEASURED: it is exact: values and nan agree.
         VALUES: no value changes beyond it, though nan spreads further: through masks that make weights nothing.
+        STRUCTURE: it is the largest that any weights could have, read off the operations.
         NONE: there is none.
     """
 
     MEASURED = "measured"
     VALUES = "values"
+    STRUCTURE = "structure"
     NONE = "none"
 
 
@@ -88,7 +93,7 @@ def probe(
 ) -> Locality:
     """Find out what each part of a model's output depends on.
 
-    A copy of the model in float64 runs some dozens of times on small random inputs, in the mode (training or not) that
+    Of models whose operations all say what they read, nothing is computed. Else a copy of the model in float64 runs some dozens of times on small random inputs, in the mode (training or not) that
     the model is in. The model itself, its buffers and the random numbers that follow stay as they were. A model without
     values, on a virtual GPU, is given drawn ones on the CPU.
 
@@ -103,12 +108,32 @@ def probe(
         UsageError: `seconds` is not a positive number.
     """
     seconds = number_argument("seconds", seconds, least=0.0, most=1e6)
-    subject = None
+    if isinstance(example, torch.Tensor) and (found := _by_structure(model, example)) is not None:
+        return found
     try:
         subject = ProbeSubject(model, example, seconds=seconds)
         return _Prober(subject, most or (512 if subject.dims < 3 else 128)).locality()
     except ProbeStoppedError as stop:
         return Locality(kind=LocalityKind.WHOLE, why=str(stop))
+
+
+def _by_structure(model: Callable[..., Any], example: torch.Tensor) -> Locality | None:
+    """What the operations say; None where one of them does not."""
+    try:
+        fields = structural_fields(model, example)
+    except StructureUnknownError:
+        return None
+    norms = list(dict.fromkeys(name for field in fields for name in field.norms))
+    return Locality(
+        kind=LocalityKind.GLOBAL_NORMS if norms else LocalityKind.LOCAL,
+        halo=tuple(field.halo for field in fields),
+        alignment=tuple(field.alignment for field in fields),
+        scales=tuple(zip(*(field.scales for field in fields), strict=True)),
+        shrink=tuple(zip(*(field.shrink for field in fields), strict=True)),
+        mixes_batch="batch_norm" in norms,
+        evidence=Evidence.STRUCTURE,
+        why=f"statistics of everything: {', '.join(sorted(norms))}" if norms else "",
+    )
 
 
 class _Prober:

@@ -7,23 +7,32 @@ the output to the input that gives the receptive field; it is the largest that a
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Any, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
+from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from vramfit.inference.layerwise.chunk_height import ChunkHeight, ChunkStore
-from vramfit.inference.layerwise.layer_runner import ENTRIES, RULES
-from vramfit.inference.layerwise.pointwise_rules import ALONG, CHANNELWISE, POINTWISE
+from vramfit.inference.layerwise.layer_runner import RULES
+from vramfit.inference.layerwise.pointwise_rules import ALONG, POINTWISE
 from vramfit.inference.layerwise.row_calls import RowMode, RowSession
 from vramfit.inference.layerwise.row_nodes import RowNode
 from vramfit.inference.layerwise.row_tensors import RowTensor, row_tensors_in
+from vramfit.inference.layerwise.row_windows import RowTable, RowWindow, SameRows
+from vramfit.inference.structural_rules import structural_rules
 
 _LARGEST = 1 << 14
 """Extent up to which an input is tried."""
+
+_SMALL = 4096
+"""Elements of a buffer up to which it keeps its values."""
 
 _MOST_STRIDE = 256
 """Largest total stride, or window of patches, that is looked for."""
@@ -38,14 +47,14 @@ class RowField:
         alignment: what the beginning of a tile and the size of a block are multiples of.
         scales: for each output, output rows for each input row.
         shrink: for each output, how many rows fewer than the scale says.
-        norms: whether norms take statistics over the whole dimension.
+        norms: names of those that take statistics over the whole dimension.
     """
 
     halo: tuple[int, int]
     alignment: int
     scales: tuple[Fraction, ...]
     shrink: tuple[int, ...]
-    norms: bool
+    norms: tuple[str, ...]
 
 
 class StructureUnknownError(Exception):
@@ -56,35 +65,54 @@ def structural_fields(model: Callable[..., Any], example: torch.Tensor) -> list[
     """The receptive field along each spatial dimension.
 
     Args:
-        model: a module on any device, or any function that calls torch.
+        model: a module on any device, or any function that calls torch. A copy without values runs.
         example: what it is called with: (examples, channels, then spatial dimensions); only its shape and type count,
             and its extents have to suit the model.
 
     Raises:
         StructureUnknownError: an operation has no rule, the output does not follow the input, or reaches all of it.
     """
-    return [_field(model, example, dim) for dim in range(example.dim() - 2)]
+    if example.dim() < 3:
+        raise StructureUnknownError("its input has no spatial dimensions")
+    with _disable_current_modes():
+        hollow = _hollow(model) if isinstance(model, nn.Module) else model
+        return [_field(hollow, example, dim) for dim in range(example.dim() - 2)]
+
+
+def _hollow(model: nn.Module) -> nn.Module:
+    """A copy of a model whose parameters have no values; small buffers keep theirs, which decide where a model looks."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+    for buffer in model.buffers():
+        small = buffer.device.type == "cpu" and type(buffer) is torch.Tensor and buffer.numel() <= _SMALL
+        memo[id(buffer)] = buffer.clone() if small else torch.empty_like(buffer, device="meta")
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:  # it holds what cannot be copied
+        raise StructureUnknownError(f"it cannot be copied: {error}") from error
 
 
 def _field(model: Callable[..., Any], example: torch.Tensor, dim: int) -> RowField:
-    extent = example.shape[2 + dim]
+    extent, known = example.shape[2 + dim], None
     while extent <= _LARGEST:
         shape = list(example.shape)
         shape[2 + dim] = extent
-        source, outputs = _recorded(model, torch.empty(shape, dtype=example.dtype), dim)
-        found = _inside(source.node, [output.node for output in outputs])
-        if found is not None:
+        source, outputs, norms = _recorded(model, torch.empty(shape, dtype=example.dtype), dim)
+        found = _inside(source.node, [output.node for output in outputs], norms)
+        if found is not None and found == known:  # at twice the extent the same: nothing counts from the borders
             return found
+        known = found
         extent *= 2
     raise StructureUnknownError(f"its output reaches through all of dimension {dim + 2}")
 
 
 def _recorded(
     model: Callable[..., Any], given: torch.Tensor, dim: int
-) -> tuple[RowTensor, list[RowTensor]]:
-    """An input and the outputs, from one run without values; nodes live as long as what stands for them."""
+) -> tuple[RowTensor, list[RowTensor], list[str]]:
+    """An input and the outputs, from one run without values, and norms; nodes live as long as what stands for them."""
     session = _Following()
-    with _disable_current_modes(), torch.no_grad(), RowMode(session):
+    with torch.no_grad(), RowMode(session):
         start = session.tensor_of(given, 2 + dim - given.dim())
         try:
             made = model(start)
@@ -95,7 +123,7 @@ def _recorded(
         found = list(row_tensors_in(_plain(made)))
     if not found:
         raise StructureUnknownError("its output does not follow its input")
-    return start, found
+    return start, found, session.norms
 
 
 def _plain(value: Any) -> Any:
@@ -106,10 +134,16 @@ def _plain(value: Any) -> Any:
 
 
 class _Following(RowSession):
-    """Writes calls down, and never computes."""
+    """Writes calls down, and never computes.
+
+    Attributes:
+        norms: that take statistics over all rows, in the order in which they were called.
+    """
 
     def __init__(self) -> None:
-        super().__init__(ChunkHeight(rows=1), ChunkStore.DEVICE, RULES, frozenset())
+        self.norms: list[str] = []
+        rules = RULES | structural_rules(self.norms.append)
+        super().__init__(ChunkHeight(rows=1), ChunkStore.DEVICE, rules, frozenset())
         self._name = ""
 
     def call(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -144,18 +178,17 @@ class _Following(RowSession):
         raise StructureUnknownError(f"{func} takes all rows together")
 
 
-_POINTWISE = frozenset(POINTWISE) | frozenset(ALONG) | frozenset(CHANNELWISE) | {"cat", "concat", "concatenate"}
+_POINTWISE = frozenset((*POINTWISE, *ALONG, "cat", "concat", "concatenate"))
 
 
-def _inside(source: RowNode, outputs: list[RowNode]) -> RowField | None:
+def _inside(source: RowNode, outputs: list[RowNode], norms: Sequence[str]) -> RowField | None:
     """The field of rows in the middle; None where the input is too small to tell."""
-    extent, norms = source.rows, False
+    extent = source.rows
+    reach = _Reach(source)
     tables = []
     for output in outputs:
-        reach = _Reach(source)
-        rows = [reach.of(output, row) for row in range(output.rows)]
-        norms = norms or reach.norms
-        tables.append((output, rows))
+        first, last = reach.of(output)
+        tables.append((output, list(zip(first.tolist(), (last + 1).tolist(), strict=True))))
     found = None
     for step in _steps(extent):
         halos = [_halo(rows, extent, step, _scale(output, extent, step)) for output, rows in tables]
@@ -174,7 +207,7 @@ def _inside(source: RowNode, outputs: list[RowNode]) -> RowField | None:
         shrink=tuple(
             int(extent * scale) - output.rows for (output, _), scale in zip(tables, scales, strict=True) if scale
         ),
-        norms=norms,
+        norms=tuple(norms),
     )
 
 
@@ -211,43 +244,49 @@ def _halo(
 
 
 class _Reach:
-    """The rows of the input that rows of a node are made of.
-
-    Attributes:
-        norms: whether statistics of a whole tensor were among what they are made of.
-    """
+    """The first and last row of the source that each row of a node is made of."""
 
     def __init__(self, source: RowNode) -> None:
-        self.source, self.norms = source, False
-        self._known: dict[tuple[int, int, int], tuple[int, int]] = {}
+        rows = np.arange(source.rows, dtype=np.int64)
+        self._known: dict[int, _Rows] = {id(source): (rows, rows)}
 
-    def of(self, node: RowNode, row: int) -> tuple[int, int]:
-        """The first row and the one after the last, of the source, for one row."""
-        return self._of(node, row, row + 1)
-
-    def _of(self, node: RowNode, begin: int, end: int) -> tuple[int, int]:
-        stack = [(node, begin, end)]
+    def of(self, node: RowNode) -> _Rows:
+        """First and last rows, one entry of both for each row; the last before the first where there are none."""
+        stack = [node]
         while stack:  # networks are deeper than Python's stack
-            one, low, high = stack[-1]
-            key = (id(one), low, high)
-            if key in self._known:
+            one = stack[-1]
+            waiting = [edge.node for edge in one.edges if id(edge.node) not in self._known]
+            if id(one) in self._known or not waiting:
+                if id(one) not in self._known:
+                    self._known[id(one)] = self._through(one)
                 stack.pop()
-                continue
-            if one is self.source:
-                self._known[key] = (low, high)
-                stack.pop()
-                continue
-            self.norms = self.norms or bool(one.needs)
-            below = [(edge.node, *edge.window.span(low, high)) for edge in one.edges]
-            waiting = [each for each in below if (id(each[0]), each[1], each[2]) not in self._known]
-            if waiting:
+            else:
                 stack += waiting
-                continue
-            parts = [self._known[(id(each[0]), each[1], each[2])] for each in below]
-            parts = [part for part in parts if part[1] > part[0]]
-            self._known[key] = (
-                min((part[0] for part in parts), default=self.source.rows),
-                max((part[1] for part in parts), default=0),
-            )
-            stack.pop()
-        return self._known[(id(node), begin, end)]
+        return self._known[id(node)]
+
+    def _through(self, node: RowNode) -> _Rows:
+        """By what each of its rows reads; of rows that do not rise, all in between."""
+        firsts = np.full(node.rows, np.iinfo(np.int64).max, dtype=np.int64)
+        lasts = np.full(node.rows, -1, dtype=np.int64)
+        for edge in node.edges:
+            first, last = self._known[id(edge.node)]
+            low, high = _spans(edge.window, node.rows)
+            least = np.minimum.accumulate(first[::-1])[::-1]
+            most = np.maximum.accumulate(last)
+            firsts = np.minimum(firsts, least[low])
+            lasts = np.maximum(lasts, most[high])
+        return firsts, lasts
+
+
+_Rows: TypeAlias = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
+
+
+def _spans(window: RowWindow, rows: int) -> _Rows:
+    """First and last row that each row reads."""
+    if isinstance(window, RowTable):
+        return window.first[:rows], window.last[:rows]
+    if isinstance(window, SameRows):
+        same = np.arange(rows, dtype=np.int64) + window.first
+        return same, same
+    both = [window.span(row, row + 1) for row in range(rows)]
+    return np.array([low for low, _ in both]), np.array([high - 1 for _, high in both])

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
 import torch
 from torch import nn
 
 from vramfit.errors import UsageError
+from vramfit.inference.receptive_field import LocalityKind, probe
 
 _EXAMPLE = {1: 512, 2: 128, 3: 64}
 """Length of the input that a model is probed with, by spatial axes."""
@@ -46,17 +46,11 @@ def probe_needs(model: Any, channels: int, axes: int, device: torch.device) -> T
         axes: spatial axes.
 
     Raises:
-        UsageError: a value of the result depends on the whole input, or nothing here can probe.
+        UsageError: a value of the result depends on the whole input.
     """
-    try:
-        module = import_module("vramfit.inference.receptive_field")
-    except ImportError:
-        raise UsageError(
-            "the halo of the tiles is not given", "Give halo, or overlap for tiles that are blended"
-        ) from None
     example = torch.zeros(1, channels, *(_EXAMPLE[axes],) * axes, device=device)
-    locality = module.probe(model, example)
-    if locality.kind.value != "local":
+    locality = probe(model, example)
+    if locality.kind is not LocalityKind.LOCAL:
         why = f" ({locality.why})" if locality.why else ""
         raise UsageError(
             f"a value of the model's result depends on more than its surroundings{why}: no halo is enough for tiles",

@@ -173,6 +173,18 @@ class _Taps:
         return torch.lerp(near, far, weights.view(-1, *([1] * (-axis - 1))))
 
 
+def row_taps(
+    rows: int,
+    dtype: torch.dtype,
+    sizes: tuple[int, ...] | None,
+    scales: tuple[float, ...] | None,
+    shared: dict[str, Any],
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """The first and the last of the rows that each row of an interpolation along the first dimension lies between."""
+    found = _taps(rows, dtype, sizes, scales, shared)
+    return found.near, found.far
+
+
 def _taps(
     rows: int,
     dtype: torch.dtype,
