@@ -385,7 +385,7 @@ def test_a_change_that_views_would_share_is_refused() -> None:
 def test_values_can_be_asked_for_midway() -> None:
     def net(x: Tensor) -> Tensor:
         y = x.relu()
-        if y.mean() > 100 or not y.shape[0] == len(y) or y.max().item() < 0:
+        if y.mean() > 100 or y.shape[0] != len(y) or y.max().item() < 0:
             return x
         return y * y.flatten(1).norm(dim=1).view(-1, 1, 1, 1) + torch.fft.fft(y, dim=2).real
 
@@ -437,10 +437,10 @@ def peaks(run: Callable[[], Any]) -> tuple[int, int]:
 
 def test_a_latent_decoder_takes_far_less_on_the_card(gpu: VirtualGPU) -> None:
     vae = autoencoder(32, 64, groups=32).to(torch.float16).cuda()
-    latents = torch.zeros(1, 4, 192, 192, dtype=torch.float16, device="cuda")
+    latents = torch.zeros(1, 4, 256, 256, dtype=torch.float16, device="cuda")
     with torch.no_grad():
         plain = peaks(lambda: vae.decode(latents))
-    height = ChunkHeight(bytes=1 << 20)
+    height = ChunkHeight(bytes=2 << 20)
     found = peaks(lambda: run_layerwise(vae.decode, (latents,), rows=height))
     hosted = peaks(lambda: run_layerwise(vae.decode, (latents,), rows=height, store=ChunkStore.HOST))
     assert found[1] < 0.6 * plain[1]
@@ -454,4 +454,4 @@ def test_a_network_without_global_norms_takes_windows_alone(gpu: VirtualGPU) -> 
     found, _ = peaks(lambda: run_layerwise(net, (image,), rows=16))
     layer = 16 * 1024 * 256 * 4
     output = 1024 * 256 * 4
-    assert found < output + layer  # the whole run takes three layers' outputs at a time
+    assert found < output + layer // 2  # the whole run takes three layers' outputs at a time

@@ -13,7 +13,7 @@ from tests.virtual.conftest import fit_interpreter, gpu
 from torch import Tensor, nn
 
 from vramfit.errors import UsageError
-from vramfit.inference.receptive_field import Evidence, Locality, LocalityKind, probe
+from vramfit.inference.receptive_field import HaloEvidence, Locality, LocalityKind, probe
 from vramfit.virtual.gpu import VirtualGPU
 
 __all__ = ["fit_interpreter", "gpu"]
@@ -62,8 +62,8 @@ def conv(size: Any = 3, **options: Any) -> nn.Module:
 )
 def test_local_networks(net: nn.Module, halo: tuple[int, int], alignment: int) -> None:
     read, measured = probe(net, IMAGE), probe(net, (IMAGE,))  # arguments in a tuple are always computed with
-    assert (read.kind, read.evidence, read.why) == (LOCAL, Evidence.STRUCTURE, "")
-    assert (measured.kind, measured.evidence, measured.why) == (LOCAL, Evidence.MEASURED, "")
+    assert (read.kind, read.evidence, read.why) == (LOCAL, HaloEvidence.STRUCTURE, "")
+    assert (measured.kind, measured.evidence, measured.why) == (LOCAL, HaloEvidence.MEASURED, "")
     for found in (read, measured):
         assert found.halo == (halo, halo)
         assert found.alignment == (alignment, alignment)
@@ -181,7 +181,7 @@ class Placed(nn.Module):
 def test_what_needs_the_whole_input(net: nn.Module, why: str) -> None:
     found = probe(net, IMAGE)
     assert found.kind in (WHOLE, LocalityKind.BATCH_ONLY)
-    assert why in found.why and found.evidence is Evidence.NONE and found.halo == ()
+    assert why in found.why and found.evidence is HaloEvidence.NONE and found.halo == ()
 
 
 class Windows(nn.Module):
@@ -224,7 +224,7 @@ def test_windowed_attention_is_local_with_its_windows_as_alignment() -> None:
     assert (plain.kind, plain.alignment, plain.halo) == (LOCAL, (4, 4), ((0, 0), (0, 0)))
     shifted = probe(nn.Sequential(Windows(0), Windows(2)), IMAGE)
     assert (shifted.kind, shifted.alignment, shifted.halo) == (LOCAL, (4, 4), ((4, 4), (4, 4)))
-    assert shifted.evidence is Evidence.VALUES  # nan goes through masks
+    assert shifted.evidence is HaloEvidence.VALUES  # nan goes through masks
 
 
 def test_weights_of_zero_hide_nothing() -> None:

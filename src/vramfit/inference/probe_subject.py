@@ -197,7 +197,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(getattr(value, field.name))
 
 
-# -- norms --------------------------------------------------------------------------------------------------------------
+# -- norms ----------------------------------------------------------------------------------------------------------
 
 _NORM_PLACES = {"group_norm": 2, "instance_norm": 3, "batch_norm": 3}
 """Where each norm's weight stands among its arguments; the bias follows."""

@@ -5,14 +5,14 @@ Where every operation says which rows it reads (structural_field.py), nothing is
 NOTE [Probing]: all rows of the input beyond a place are exchanged at once, and the first output row that changes is
 found; twice, once with other values and once with nan. Values in float64 show every dependency of generic weights, bit
 for bit, and do not show what a mask makes exactly nothing (the shifted windows of Swin); nan shows these as well, and
-what weights of zero would hide. So values decide, weights of zero are drawn anew for the probe, and `Evidence` says
+what weights of zero would hide. So values decide, weights of zero are drawn anew for the probe, and `HaloEvidence` says
 whether nan agrees. A tile at either border and one between, compared with the whole, have the last word.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from fractions import Fraction
 from typing import Any
@@ -42,7 +42,7 @@ class LocalityKind(Enum):
     BATCH_ONLY = "batch-only"
 
 
-class Evidence(Enum):
+class HaloEvidence(Enum):
     """How far the halo is known.
 
     Attributes:
@@ -65,8 +65,8 @@ class Locality:
     Attributes:
         halo: for each spatial dimension the input rows before and after an aligned block that its output depends on; of
             the rest of the network where norms are global, empty where the model needs its whole input.
-        alignment: for each spatial dimension, what the beginning of a tile and the size of a block are multiples of: the
-            total stride.
+        alignment: for each spatial dimension, what the beginning of a tile and the size of a block are multiples of:
+            the total stride.
         scales: for each output, output rows for each input row, by dimension.
         shrink: for each output, how many rows fewer than the scale says, by dimension: of convolutions without padding.
         mixes_batch: whether an example's output depends on the other examples.
@@ -80,7 +80,7 @@ class Locality:
     scales: tuple[tuple[Fraction, ...], ...] = ()
     shrink: tuple[tuple[int, ...], ...] = ()
     mixes_batch: bool = False
-    evidence: Evidence = Evidence.NONE
+    evidence: HaloEvidence = HaloEvidence.NONE
     why: str = ""
 
 
@@ -93,8 +93,8 @@ def probe(
 ) -> Locality:
     """Find out what each part of a model's output depends on.
 
-    Of models whose operations all say what they read, nothing is computed. Else a copy of the model in float64 runs some dozens of times on small random inputs, in the mode (training or not) that
-    the model is in. The model itself, its buffers and the random numbers that follow stay as they were. A model without
+    Of models whose operations all say what they read, nothing is computed. Else a copy of the model in float64 runs
+    some dozens of times on small random inputs, in the mode (training or not) that the model is in. The model itself, its buffers and the random numbers that follow stay as they were. A model without
     values, on a virtual GPU, is given drawn ones on the CPU.
 
     Args:
@@ -131,7 +131,7 @@ def _by_structure(model: Callable[..., Any], example: torch.Tensor) -> Locality 
         scales=tuple(zip(*(field.scales for field in fields), strict=True)),
         shrink=tuple(zip(*(field.shrink for field in fields), strict=True)),
         mixes_batch="batch_norm" in norms,
-        evidence=Evidence.STRUCTURE,
+        evidence=HaloEvidence.STRUCTURE,
         why=f"statistics of everything: {', '.join(sorted(norms))}" if norms else "",
     )
 
@@ -160,7 +160,9 @@ class _Prober:
                 mixes_batch=mixes,
                 why="its output has no extent that follows the input's",
             )
-        outputs = {"scales": tuple(self.scales), "shrink": tuple(self.shrink), "mixes_batch": mixes}
+        known = Locality(
+            kind=LocalityKind.WHOLE, scales=tuple(self.scales), shrink=tuple(self.shrink), mixes_batch=mixes
+        )
         why = ""
         for norms in (True, False):
             self.norms = norms
@@ -168,19 +170,15 @@ class _Prober:
             if not isinstance(found, str):
                 halos, alignments, evidence = found
                 kind = LocalityKind.LOCAL if norms else LocalityKind.GLOBAL_NORMS
-                return Locality(
-                    kind=kind,
-                    halo=halos,
-                    alignment=alignments,
-                    evidence=evidence,
-                    why="" if norms else f"statistics of everything: {self._blamed(_NORMS)}",
-                    **outputs,
+                blamed = "" if norms else f"statistics of everything: {self._blamed(_NORMS)}"
+                return replace(
+                    known, kind=kind, halo=halos, alignment=alignments, evidence=evidence, why=blamed
                 )
             why = why or found
             if not self.subject.called & _NORMS:
                 break
         blamed = self._blamed(_GLOBALS)
-        return Locality(kind=LocalityKind.WHOLE, why=f"{why}, {blamed}" if blamed else why, **outputs)
+        return replace(known, why=f"{why}, {blamed}" if blamed else why)
 
     def _blamed(self, names: frozenset[str]) -> str:
         return ", ".join(sorted(self.subject.called & names))
@@ -196,8 +194,10 @@ class _Prober:
     def _some_size(self) -> int:
         """The first of some extents that the model takes, from small ones on."""
         first: Exception | None = None
-        extents = (32, 64, 16, 48, 56, 96, 128, 224, 256) if self.subject.dims < 3 else (16, 32, 48, 64, 96)
-        for extent in (*extents, max(self.subject.shape[2:])):
+        extents: tuple[int, ...] = (
+            (32, 64, 16, 48, 56, 96, 128, 224, 256) if self.subject.dims < 3 else (16, 32, 48, 64, 96)
+        )
+        for extent in (*extents, int(max(self.subject.shape[2:]))):
             if extent > max(self.most, 256):
                 continue
             try:
@@ -253,9 +253,9 @@ class _Prober:
 
     # -- dimensions -----------------------------------------------------------------------------------------------
 
-    def _dimensions(self) -> tuple[tuple[tuple[int, int], ...], tuple[int, ...], Evidence] | str:
+    def _dimensions(self) -> tuple[tuple[tuple[int, int], ...], tuple[int, ...], HaloEvidence] | str:
         """Halo, alignment and evidence, or why there are none."""
-        halos, alignments, evidence = [], [], Evidence.MEASURED
+        halos, alignments, evidence = [], [], HaloEvidence.MEASURED
         for dim in range(self.subject.dims):
             extent = self._contained(dim)
             if extent is None:
@@ -267,7 +267,7 @@ class _Prober:
             if halo is None or not self._tiles_agree(dim, halo, alignment):
                 return f"tiles along dimension {dim + 2} differ from the whole"
             if not self._poison_agrees(dim, extent, alignment, halo):
-                evidence = Evidence.VALUES
+                evidence = HaloEvidence.VALUES
             halos.append(halo)
             alignments.append(alignment)
         return tuple(halos), tuple(alignments), evidence
@@ -456,9 +456,10 @@ _GLOBALS = frozenset(
         "linear",
         "bmm",
         "matmul",
+        *(f"adaptive_{kind}_pool{dims}d" for kind in ("avg", "max") for dims in (1, 2, 3)),
     )
-    + tuple(f"adaptive_{kind}_pool{dims}d" for kind in ("avg", "max") for dims in (1, 2, 3))
 )
+"""Functions through which everything may depend on everything."""
 
 
 def _least(touched: Callable[[int], bool], most: int) -> int | None:

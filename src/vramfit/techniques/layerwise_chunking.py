@@ -53,8 +53,8 @@ class LayerwiseChunking(Technique[LayerwiseChunkingSetting]):
     the whole input. No convolution is computed twice. Attention, and what else has no rule, gets its whole input.
 
     It pays where activations of convolutions are most of the peak: decoders of latent diffusion, super-resolution,
-    segmentation of volumes. It costs kernels: small ones for each chunk, copies of the rows between two chunks, a second
-    pass for norms. With `ChunkStore.HOST` what is kept crosses the link twice, and the host holds it, pinned.
+    segmentation of volumes. It costs kernels: small ones for each chunk, copies of the rows between two chunks, a
+    second pass for norms. With `ChunkStore.HOST` what is kept crosses the link twice, and the host holds it, pinned.
 
     It is for inference: outputs come without gradients.
     """
@@ -64,6 +64,7 @@ class LayerwiseChunking(Technique[LayerwiseChunkingSetting]):
     numerics: ClassVar[Numerics] = Numerics.ROUNDING
     phase: ClassVar[AttachStage] = AttachStage.CONTEXT
     setting_type = LayerwiseChunkingSetting
+    follows: ClassVar[str | None] = "compile"
     excludes: ClassVar[Mapping[str, str]] = MappingProxyType(
         {
             "compile": "compiled code does not call its layers one by one",

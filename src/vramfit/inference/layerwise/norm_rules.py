@@ -86,7 +86,9 @@ def _normalised(
     after: Callable[[torch.Tensor, torch.Tensor], None] | None = None,
 ) -> Any:
     """The tensor less its mean, divided by its deviation, weighed."""
-    like, node = call.on_meta(), tensor.node
+    node, outline = tensor.node, tensor.node.outline
+    # Laid out as its input, which is not what norms do on the meta device.
+    like = torch.empty_strided(outline.shape, outline.strides, dtype=call.on_meta().dtype, device="meta")
     if after is None and call.session.height_of(node.outline, [node]) >= node.rows:
         return _at_once(call, tensor, like)
     fold = moments(call, tensor, groups)
@@ -207,7 +209,7 @@ def trailing_norm(call: RowCall) -> Any:
     return along_rows(call)
 
 
-# -- over all rows ------------------------------------------------------------------------------------------------------
+# -- over all rows ------------------------------------------------------------------------------------------------
 
 FOLDED = ("mean", "sum", "amax", "amin")
 GLOBAL_POOLS = tuple(f"adaptive_{kind}_pool{dims}d" for kind in ("avg", "max") for dims in (1, 2, 3))

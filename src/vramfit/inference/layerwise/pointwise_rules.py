@@ -11,19 +11,21 @@ from vramfit.inference.layerwise.row_calls import RowCall, casted
 from vramfit.inference.layerwise.row_tensors import RowTensor
 from vramfit.inference.layerwise.row_windows import SameRows
 
-POINTWISE = (
-    "abs absolute neg negative positive sign sgn exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square reciprocal pow"
-    " float_power sin cos tan sinh cosh tanh asin acos atan atan2 asinh acosh atanh sigmoid erf erfc erfinv floor ceil"
-    " round trunc frac fix relu relu6 silu gelu mish elu selu celu leaky_relu hardtanh hardswish hardsigmoid hardshrink"
-    " softshrink tanhshrink softsign softplus logsigmoid threshold rrelu_eval logit sinc nan_to_num clamp clip clamp_min"
-    " clamp_max add sub subtract rsub mul multiply div divide true_divide floor_divide fmod remainder maximum minimum"
-    " fmax fmin where lerp addcmul addcdiv masked_fill eq ne lt le gt ge not_equal greater less greater_equal less_equal"
-    " logical_and logical_or logical_not logical_xor bitwise_and bitwise_or bitwise_not isnan isinf isfinite clone"
-    " zeros_like ones_like full_like heaviside hypot copysign xlogy special_expit"
-    " __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __div__ __rdiv__ __truediv__ __rtruediv__ __floordiv__"
-    " __rfloordiv__ __mod__ __pow__ __rpow__ __neg__ __pos__ __abs__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __and__"
-    " __or__ __xor__ __invert__"
-).split()
+_POINTWISE_WORDS = """
+abs absolute neg negative positive sign sgn exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square
+reciprocal pow float_power sin cos tan sinh cosh tanh asin acos atan atan2 asinh acosh atanh sigmoid
+erf erfc erfinv floor ceil round trunc frac fix relu relu6 silu gelu mish elu selu celu leaky_relu
+hardtanh hardswish hardsigmoid hardshrink softshrink tanhshrink softsign softplus logsigmoid
+threshold logit sinc nan_to_num clamp clip clamp_min clamp_max add sub subtract rsub mul
+multiply div divide true_divide floor_divide fmod remainder maximum minimum fmax fmin where lerp
+addcmul addcdiv masked_fill eq ne lt le gt ge not_equal greater less greater_equal less_equal
+logical_and logical_or logical_not logical_xor bitwise_and bitwise_or bitwise_not isnan isinf
+isfinite clone zeros_like ones_like full_like heaviside hypot copysign xlogy __add__
+__radd__ __sub__ __rsub__ __mul__ __rmul__ __div__ __rdiv__ __truediv__ __rtruediv__ __floordiv__
+__rfloordiv__ __mod__ __pow__ __rpow__ __neg__ __pos__ __abs__ __eq__ __ne__ __lt__ __le__ __gt__
+__ge__ __and__ __or__ __xor__ __invert__
+"""
+POINTWISE = tuple(_POINTWISE_WORDS.split())
 """Functions whose tensors are broadcast against each other."""
 
 CHANNELWISE = ("prelu", "channel_shuffle", "native_channel_shuffle")
@@ -50,21 +52,23 @@ def pointwise(call: RowCall) -> Any:
     axis = max((tensor.node for tensor in tensors), key=lambda node: node.rows).axis
     rows = max(tensor.node.rows for tensor in tensors)
 
-    def aligned(value: Any) -> Any:
-        if isinstance(value, RowTensor):
-            if value.node.axis == axis and value.node.rows == rows:
-                return value
-            value = value.whole()
-        if isinstance(value, torch.Tensor):
-            has_rows = rows > 1 and value.dim() >= -axis and value.shape[axis] == rows
-            return call.session.tensor_of(value, axis) if has_rows else value
-        if type(value) in (list, tuple):
-            return type(value)(aligned(item) for item in value)
-        return value
-
-    call.args = tuple(aligned(value) for value in call.args)
-    call.kwargs = {name: aligned(value) for name, value in call.kwargs.items()}
+    call.args = tuple(_aligned(value, call, axis, rows) for value in call.args)
+    call.kwargs = {name: _aligned(value, call, axis, rows) for name, value in call.kwargs.items()}
     return along_rows(call)
+
+
+def _aligned(value: Any, call: RowCall, axis: int, rows: int) -> Any:
+    """An argument by rows where it has as many; as it is where it has one row, or none, for all."""
+    if isinstance(value, RowTensor):
+        if value.node.axis == axis and value.node.rows == rows:
+            return value
+        value = value.whole()
+    if isinstance(value, torch.Tensor):
+        has_rows = rows > 1 and value.dim() >= -axis and value.shape[axis] == rows
+        return call.session.tensor_of(value, axis) if has_rows else value
+    if type(value) in (list, tuple):
+        return type(value)(_aligned(item, call, axis, rows) for item in value)
+    return value
 
 
 def along_rows(call: RowCall, axis: int | None = None) -> Any:
@@ -138,7 +142,7 @@ def to(call: RowCall) -> Any:
     if dtype is None or dtype == outline.dtype:
         return tensor
     if dtype.is_floating_point and outline.dtype.is_floating_point and outline.dtype != torch.float64:
-        return casted(tensor, dtype)
+        return casted(call.session, tensor, dtype)
     call.func, call.args, call.kwargs = torch.Tensor.to, (tensor, dtype), {}
     return along_rows(call)
 

@@ -58,7 +58,7 @@ def pad(call: RowCall) -> Any:
     mode, value = call.argument(2, "mode", "constant"), call.argument(3, "value")
     node, axis = tensor.node, tensor.node.axis
     if mode != "constant" and len(given) // 2 < -axis:
-        # The function wants pads for all spatial dimensions in these modes, so the rows are another one: leave it whole.
+        # In these modes all spatial dimensions have pads: the rows are those of another dimension.
         return NotImplemented
     given += [0] * (2 * -axis - len(given))
     before, after = given[2 * (-axis - 1) : 2 * -axis]

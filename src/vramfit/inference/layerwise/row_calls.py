@@ -2,7 +2,8 @@
 
 NOTE [Later]: what a network calls is only written down (`RowNode`), and computed when values are asked for: by what has
 no rule, or at the end. By then the program has let go of what it does not need, and it is known which rows nobody will
-read again.
+read again. So nothing here may keep a row tensor alive by a cycle, as a function that calls itself through its closure
+would: the rows that it stands for would stay until the collector finds it.
 """
 
 from __future__ import annotations
@@ -33,16 +34,18 @@ from vramfit.inference.layerwise.row_windows import RowWindow, SameRows
 Rule = Callable[["RowCall"], Any]
 """Gives a call's result, or NotImplemented where the call wants whole tensors."""
 
-_ASKED = frozenset(
-    "size dim ndimension numel nelement stride is_contiguous is_floating_point is_complex element_size get_device"
-    " __len__ is_inference __hash__ requires_grad_ is_same_size storage_offset is_signed retain_grad register_hook"
-    " is_nonzero_ _is_view has_names".split()
-)
-_ASKED_PROPERTIES = frozenset(
-    "shape dtype device ndim layout requires_grad is_cuda is_cpu is_meta is_sparse is_quantized is_mkldnn is_nested"
-    " is_mps is_xpu is_xla is_leaf grad grad_fn names output_nr _version itemsize nbytes retains_grad is_sparse_csr"
-    " _backward_hooks _grad is_vulkan is_ipu is_maia is_mtia".split()
-)
+_ASKED_WORDS = """
+size dim ndimension numel nelement stride is_contiguous is_floating_point is_complex element_size get_device
+__len__ is_inference __hash__ requires_grad_ is_same_size storage_offset is_signed retain_grad register_hook
+is_nonzero_ _is_view has_names
+"""
+_ASKED = frozenset(_ASKED_WORDS.split())
+_ASKED_PROPERTIES_WORDS = """
+shape dtype device ndim layout requires_grad is_cuda is_cpu is_meta is_sparse is_quantized is_mkldnn is_nested
+is_mps is_xpu is_xla is_leaf grad grad_fn names output_nr _version itemsize nbytes retains_grad is_sparse_csr
+_backward_hooks _grad is_vulkan is_ipu is_maia is_mtia
+"""
+_ASKED_PROPERTIES = frozenset(_ASKED_PROPERTIES_WORDS.split())
 
 
 class RowCall:
@@ -309,7 +312,7 @@ class RowSession:
         return func(*self.plain(args), **self.plain(kwargs))
 
     def _entered(self, name: str, args: Sequence[Any]) -> tuple[Any, ...] | None:
-        """The arguments with the first one by rows, if the function is one that plain tensors enter by and it is high."""
+        """The arguments with the first one by rows, where plain tensors enter by the function and it is high."""
         if name not in self.entries or not args or not isinstance(args[0], torch.Tensor):
             return None
         first = args[0]
@@ -389,13 +392,15 @@ class RowMode(TorchFunctionMode):
 
 # -- autocast ---------------------------------------------------------------------------------------------------------
 
-_LOWER = frozenset(
-    "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d linear matmul prelu".split()
-)
-_FLOAT32 = frozenset(
-    "group_norm layer_norm rms_norm __pow__ __rpow__ pow exp expm1 log log10 log1p log2 reciprocal rsqrt softmax"
-    " log_softmax softplus norm sum cumsum prod".split()
-)
+_LOWER_WORDS = """
+conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d linear matmul prelu
+"""
+_LOWER = frozenset(_LOWER_WORDS.split())
+_FLOAT32_WORDS = """
+group_norm layer_norm rms_norm __pow__ __rpow__ pow exp expm1 log log10 log1p log2 reciprocal rsqrt softmax
+log_softmax softplus norm sum cumsum prod
+"""
+_FLOAT32 = frozenset(_FLOAT32_WORDS.split())
 """Lists of autocast on cards: pytorch.org/docs/stable/amp.html, "CUDA Ops that can autocast to float32"."""
 
 
@@ -412,20 +417,21 @@ def apply_autocast(call: RowCall) -> None:
     else:
         return
 
-    def cast(value: Any) -> Any:
-        if isinstance(value, RowTensor):
-            return casted(value, dtype)
-        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != torch.float64:
-            return value.to(dtype)
-        if type(value) in (list, tuple):
-            return type(value)(cast(item) for item in value)
-        return value
-
-    call.args = tuple(cast(value) for value in call.args)
-    call.kwargs = {name: cast(value) for name, value in call.kwargs.items()}
+    call.args = tuple(_cast(call.session, value, dtype) for value in call.args)
+    call.kwargs = {name: _cast(call.session, value, dtype) for name, value in call.kwargs.items()}
 
 
-def casted(tensor: RowTensor, dtype: torch.dtype) -> RowTensor:
+def _cast(session: RowSession, value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, RowTensor):
+        return casted(session, value, dtype)
+    if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != torch.float64:
+        return value.to(dtype)
+    if type(value) in (list, tuple):
+        return type(value)(_cast(session, item, dtype) for item in value)
+    return value
+
+
+def casted(session: RowSession, tensor: RowTensor, dtype: torch.dtype) -> RowTensor:
     """The tensor in another type, or itself where it has it."""
     node = tensor.node
     if node.outline.dtype in (dtype, torch.float64) or not node.outline.dtype.is_floating_point:
@@ -436,8 +442,8 @@ def casted(tensor: RowTensor, dtype: torch.dtype) -> RowTensor:
         del begin, end, starts
         return parts[0].to(dtype)
 
-    made = tensor.session.node(compute, like, [(node, SameRows(node.rows))])
-    return RowTensor(made, tensor.session)
+    made = session.node(compute, like, [(node, SameRows(node.rows))])
+    return RowTensor(made, session)
 
 
 def _is_kept(inputs: Sequence[tuple[RowNode, RowWindow]]) -> bool:
@@ -449,17 +455,20 @@ _MOST_READS = 4
 """Times that computing a row anew may read one of the same kept tensor: gates (x times sigmoid of x) double them."""
 
 
-# -- helpers ------------------------------------------------------------------------------------------------------------
+# -- helpers --------------------------------------------------------------------------------------------------------
 
 
 def _changes(name: str, kwargs: dict[str, Any]) -> bool:
     """Whether a function of that name works in place."""
     if name.startswith("__"):
-        return name.startswith("__i") and name[3:-2] in _OPERATORS or name == "__setitem__"
+        return (name.startswith("__i") and name[3:-2] in _OPERATORS) or name == "__setitem__"
     return (name.endswith("_") and not name.startswith("_")) or kwargs.get("out") is not None
 
 
-_OPERATORS = frozenset("add sub mul truediv div floordiv mod pow and or xor lshift rshift matmul".split())
+_OPERATORS_WORDS = """
+add sub mul truediv div floordiv mod pow and or xor lshift rshift matmul
+"""
+_OPERATORS = frozenset(_OPERATORS_WORDS.split())
 
 
 def _natively(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

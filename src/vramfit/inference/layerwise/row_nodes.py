@@ -2,8 +2,8 @@
 
 NOTE [Fronts]: every reader of a node has a front, the first row that it will still read. What lies before all fronts is
 let go, piece by piece. A tensor that the program still holds (`RowNode.holds`) may get more readers: its front is the
-first row. A node that is computed anew for each reader (pointwise operations of one input) passes its front on to what it
-reads; one whose rows are kept has read what it has produced.
+first row. A node that is computed anew for each reader (pointwise operations of one input) passes its front on to what
+it reads; one whose rows are kept has read what it has produced.
 """
 
 from __future__ import annotations

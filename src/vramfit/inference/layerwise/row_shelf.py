@@ -33,7 +33,7 @@ class RowShelf:
         """Keep rows that follow those that are there."""
         end = begin + rows.shape[self.axis]
         if self.store is ChunkStore.HOST and rows.device.type != "cpu":
-            # The stream orders both copies, and the allocator of pinned memory waits for them before it gives a block on.
+            # The stream orders both copies, and the allocator of pinned memory waits for them before it reuses a block.
             kept = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
             rows = kept.copy_(rows, non_blocking=True)
         self._pieces.append(_Piece(begin, end, rows))

@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from vramfit.errors import UsageError
 from vramfit.inference.layerwise.row_nodes import RowNode, update_front
 
-if TYPE_CHECKING:
-    from vramfit.inference.layerwise.row_calls import RowSession
+
+class RowKeeper(Protocol):
+    """What row tensors belong to: it knows what calls with them mean."""
+
+    holds: weakref.WeakSet[Hold]
+
+    def whole(self, node: RowNode) -> torch.Tensor:
+        """All of the values of a node."""
+        ...
+
+    def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """A call of a torch function with row tensors."""
+        ...
+
+    def dispatched(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """An operation from C++ with row tensors."""
+        ...
 
 
 class Hold:
@@ -19,7 +34,7 @@ class Hold:
 
     __slots__ = ("__weakref__", "node")
 
-    def __init__(self, node: RowNode, session: RowSession) -> None:
+    def __init__(self, node: RowNode, session: RowKeeper) -> None:
         self.node = node
         node.holds += 1
         session.holds.add(self)
@@ -37,21 +52,21 @@ class RowTensor(torch.Tensor):
     """
 
     hold: Hold
-    session: RowSession
+    session: RowKeeper
     family: weakref.WeakSet[Hold] | None
     """All that are views of one memory in the plain program; None while it has no other."""
 
     @staticmethod
-    def __new__(cls, node: RowNode, session: RowSession) -> RowTensor:
+    def __new__(cls, node: RowNode, session: RowKeeper) -> RowTensor:
         """A tensor for a node."""
         outline = node.outline
-        made: RowTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: RowTensor = torch.Tensor._make_wrapper_subclass(
             cls, outline.shape, strides=outline.strides, dtype=outline.dtype, device=outline.device
         )
         made.hold, made.session, made.family = Hold(node, session), session, None
         return made
 
-    def __init__(self, node: RowNode, session: RowSession) -> None: ...
+    def __init__(self, node: RowNode, session: RowKeeper) -> None: ...
 
     @property
     def node(self) -> RowNode:
@@ -82,8 +97,9 @@ class RowTensor(torch.Tensor):
         """All of its values."""
         return self.session.whole(self.node)
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Its shape; to show values would compute them."""
+        del tensor_contents
         with torch._C.DisableTorchFunctionSubclass():
             return f"RowTensor(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
@@ -94,7 +110,9 @@ class RowTensor(torch.Tensor):
         return _session_in((args, kwargs)).call(func, args, kwargs or {})
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # torch's own default is no method
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """An operation that was called from C++, past torch's functions: it gets whole tensors.
 
         Raises:
@@ -104,11 +122,12 @@ class RowTensor(torch.Tensor):
         return _session_in((args, kwargs)).dispatched(func, args, kwargs or {})
 
 
-def _session_in(value: Any) -> RowSession:
+def _session_in(value: Any) -> RowKeeper:
     found = next(row_tensors_in(value), None)
     if found is None:
         raise AssertionError("called without a row tensor")
-    return found.session
+    session: RowKeeper = found.session
+    return session
 
 
 def row_tensors_in(value: Any) -> Any:
