@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 from rich.console import Console
 from rich.table import Table
 from token_peers import (
@@ -29,15 +30,16 @@ from token_peers import (
     crossfit_estimate,
     crossfit_shapes,
 )
-from virtual_encoder import Encoder, Ran, VirtualEncoder, measured, on_card
+from virtual_encoder import Encoder, Ran, ShapeFile, VirtualEncoder, on_card
 
 import vramfit
 from vramfit.gpus import find_gpu
+from vramfit.inference.token_batches import TokenBatch, TokenBatches
 from vramfit.writing import write_text
 
 MEDIAN, LONGEST, SPREAD = 200, 8192, 1.0
-BUDGET = 0.97
-"""Part of the card beside the context that our batches may take: the allocator's blocks do not fit without gaps."""
+BUDGET = 0.98
+"""Part of the card beside the context that our batches may take: the margin of a plan."""
 
 CACHE = Path(".cache") / "token_batching.json"
 
@@ -109,15 +111,15 @@ class Runner:
         )
 
 
-def run_ours(runner: Runner, lengths: list[int], peaks: dict[tuple[int, int], int], budget: int) -> None:
+def run_ours(runner: Runner, plan: TokenBatches[int]) -> None:
     """Our batches, corrected by what they take."""
-    plan = vramfit.batches(lengths, peak=peaks, budget=budget)
-    for batch in plan:
-        ran = runner.run(list(batch), batch.length)
-        if ran.fits:
-            plan.observe(ran.peak_bytes)
-        else:
-            plan.split()
+
+    def call(batch: TokenBatch) -> list[int]:
+        if not runner.run(list(batch), batch.length).fits:
+            raise torch.OutOfMemoryError("the batch does not fit")
+        return list(batch)
+
+    plan.run(call)
 
 
 def run_peers(runner: Runner, lengths: list[int], batches: list[PeerBatch]) -> None:
@@ -131,9 +133,14 @@ def run_peers(runner: Runner, lengths: list[int], batches: list[PeerBatch]) -> N
             waiting += batch.halves(lengths)[::-1]
 
 
-def peaks_of(ran: dict[tuple[int, int], Ran]) -> dict[tuple[int, int], int]:
-    """The peaks of the shapes that fit."""
-    return {shape: one.peak_bytes for shape, one in ran.items() if one.fits}
+def reserved(ran: dict[tuple[int, int], Ran]) -> dict[tuple[int, int], int]:
+    """What the allocator held for shapes."""
+    return {shape: one.reserved_bytes for shape, one in ran.items()}
+
+
+def allocated(ran: dict[tuple[int, int], Ran]) -> dict[tuple[int, int], int]:
+    """What tensors took at their highest, which is what crossfit measures."""
+    return {shape: one.allocated_bytes for shape, one in ran.items()}
 
 
 def budgets_of_tokens(peaks: dict[tuple[int, int], int], lengths: list[int]) -> Iterator[tuple[str, int]]:
@@ -150,13 +157,19 @@ def compare(gpu: str, encoder: Encoder, texts: int, cache: Path) -> Iterator[Way
     """All ways, one after another."""
     lengths = drawn_lengths(texts)
     spec = find_gpu(gpu)
-    ours = peaks_of(measured(gpu, encoder, our_shapes(), cache))
+    file = ShapeFile(gpu, encoder, cache)
+    ours = reserved(file.measure_all(our_shapes()))
     with on_card(gpu, encoder) as card:
-        free = card.free_bytes
+        budget = int(BUDGET * card.free_bytes)
+    plan = vramfit.batches(lengths, peak=ours, budget=budget)
+
+    with file.measuring() as measure:
+        shapes = len(ours) + plan.confirm(lambda *shape: measure(*shape).reserved_bytes or None)
+    with on_card(gpu, encoder) as card:
         runner = Runner(card, lengths)
-        run_ours(runner, lengths, ours, int(BUDGET * free))
-        yield runner.way("vramfit.batches", len(ours))
-    grid = peaks_of(measured(gpu, encoder, crossfit_shapes(LONGEST), cache))
+        run_ours(runner, plan)
+        yield runner.way("vramfit.batches", shapes)
+    grid = allocated(file.measure_all(crossfit_shapes(LONGEST)))
     whole = int(spec.total_bytes / GIB)  # it reads whole gigabytes: "8GB"
     with on_card(gpu, encoder) as card:
         runner = Runner(card, lengths)

@@ -6,7 +6,7 @@ import contextlib
 import gc
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -56,17 +56,19 @@ class Ran:
     """What a batch came to.
 
     Attributes:
-        peak_bytes: allocated at its highest; 0 where the memory did not suffice.
+        allocated_bytes: by tensors at its highest, the model's included; 0 where the memory did not suffice.
+        reserved_bytes: what the allocator held for them.
         seconds: simulated.
     """
 
-    peak_bytes: int
+    allocated_bytes: int
+    reserved_bytes: int
     seconds: float
 
     @property
     def fits(self) -> bool:
         """Whether the memory sufficed."""
-        return self.peak_bytes > 0
+        return self.allocated_bytes > 0
 
 
 class VirtualEncoder:
@@ -101,7 +103,9 @@ class VirtualEncoder:
         end.record()
         torch.cuda.synchronize()
         seconds = begin.elapsed_time(end) / 1e3
-        return Ran(torch.cuda.max_memory_allocated() if fits else 0, seconds)
+        if not fits:
+            return Ran(0, 0, seconds)
+        return Ran(torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved(), seconds)
 
 
 @contextlib.contextmanager
@@ -114,29 +118,50 @@ def on_card(gpu: str, encoder: Encoder) -> Iterator[VirtualEncoder]:
             gc.unfreeze()
 
 
-def measured(
-    gpu: str, encoder: Encoder, shapes: list[tuple[int, int]], cache: Path
-) -> dict[tuple[int, int], Ran]:
-    """What shapes take, one after another; a file keeps what was measured before.
+class ShapeFile:
+    """What shapes of an encoder take on a card, kept in a file."""
 
-    A length is given up at the first number of items that does not fit.
-    """
-    name = json.dumps([gpu, asdict(encoder), torch.__version__])
-    known = json.loads(cache.read_text()) if cache.exists() else {}
-    kept = {tuple(map(int, key.split("x"))): Ran(*value) for key, value in known.get(name, {}).items()}
-    missing = [shape for shape in shapes if shape not in kept]
-    if missing:
-        with on_card(gpu, encoder) as card:
-            full: dict[int, int] = {}
-            for items, length in missing:
-                if items < full.get(length, items + 1):
+    def __init__(self, gpu: str, encoder: Encoder, path: Path) -> None:
+        self.gpu, self.encoder, self.path = gpu, encoder, path
+        self._name = json.dumps([gpu, asdict(encoder), torch.__version__])
+        self._all = json.loads(path.read_text()) if path.exists() else {}
+        kept = self._all.get(self._name, {})
+        self.shapes = {tuple(map(int, key.split("x"))): Ran(*value) for key, value in kept.items()}
+
+    @contextlib.contextmanager
+    def measuring(self) -> Iterator[Callable[[int, int], Ran]]:
+        """A function that gives what a shape takes, with nothing cached from others; at the end the file is written."""
+        with contextlib.ExitStack() as stack:
+            card: list[VirtualEncoder] = []
+
+            def measure(items: int, length: int) -> Ran:
+                if (items, length) not in self.shapes:
+                    if not card:
+                        card.append(stack.enter_context(on_card(self.gpu, self.encoder)))
                     torch.cuda.empty_cache()
-                    kept[items, length] = card.run(items, length)
-                    if not kept[items, length].fits:
-                        full[length] = items
-        known[name] = {
-            f"{items}x{length}": [ran.peak_bytes, ran.seconds] for (items, length), ran in kept.items()
+                    self.shapes[items, length] = card[0].run(items, length)
+                return self.shapes[items, length]
+
+            yield measure
+        # After the block: what is written on a virtual card is dropped.
+        self._all[self._name] = {
+            f"{items}x{length}": [ran.allocated_bytes, ran.reserved_bytes, ran.seconds]
+            for (items, length), ran in self.shapes.items()
         }
-        cache.parent.mkdir(parents=True, exist_ok=True)
-        write_text(cache, json.dumps(known, indent=1))
-    return {shape: kept[shape] for shape in shapes if shape in kept}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(self.path, json.dumps(self._all, indent=1))
+
+    def measure_all(self, shapes: list[tuple[int, int]]) -> dict[tuple[int, int], Ran]:
+        """What fits of some shapes; none is tried that is no smaller than one which did not fit."""
+        found: dict[tuple[int, int], Ran] = {}
+        full: list[tuple[int, int]] = []
+        with self.measuring() as measure:
+            for items, length in shapes:
+                if any(items >= many and length >= long for many, long in full):
+                    continue
+                ran = measure(items, length)
+                if ran.fits:
+                    found[items, length] = ran
+                else:
+                    full.append((items, length))
+        return found

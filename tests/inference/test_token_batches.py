@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 from collections.abc import Iterator
 
@@ -14,6 +15,7 @@ import vramfit
 from vramfit.errors import UsageError
 from vramfit.inference.peak_bound import PeakBound, fitted_bound
 from vramfit.inference.token_batches import TokenBatch
+from vramfit.virtual.gpu import VirtualGPU
 
 MIB = 1 << 20
 
@@ -39,13 +41,13 @@ def test_batches_fit_with_little_padding_and_results_come_in_order() -> None:
     computed, streamed = 0, []
     for batch in plan:
         assert peak(len(batch), batch.length) <= budget
-        assert batch.length >= max(texts[number] for number in batch) and batch.padding < 0.05 + 1e-12
+        assert batch.length >= max(texts[number] for number in batch)
         assert batch.tokens == sum(texts[number] for number in batch)
         computed += len(batch) * batch.length
         results.add(batch, torch.tensor([texts[number] for number in batch]))
         streamed += [int(one) for one in results.ready()]
-    assert streamed == texts and 1 - sum(texts) / computed < 0.05
-    assert len(plan) < len(texts) / 20
+    assert streamed == texts and 1 - sum(texts) / computed <= 0.03
+    assert len(plan) < len(texts) / 10
 
 
 def test_batches_are_as_large_as_the_bound_allows() -> None:
@@ -171,3 +173,70 @@ def test_batches_travel_to_workers() -> None:
     assert again == batch and (again.length, again.tokens) == (8, 11)
     assert list(vramfit.batches([], peak=peak, budget="1GiB")) == []
     assert PeakBound.of(peak)(1, 1) == peak(1, 1)
+
+
+def test_a_run_splits_what_does_not_fit_and_gives_results_in_order() -> None:
+    texts, ran = lengths(300), []
+
+    def call(batch: TokenBatch) -> list[int]:
+        ran.append(peak(len(batch), batch.length) <= 1024 * MIB)
+        if not ran[-1]:
+            raise torch.OutOfMemoryError("too large")
+        return [texts[number] for number in batch]
+
+    low = vramfit.batches(texts, peak=lambda items, length: peak(items, length) / 2, budget=1024 * MIB)
+    assert low.run(call) == texts and 1 <= ran.count(False) <= 3
+    ran.clear()
+    assert vramfit.batches(texts, peak=peak, budget=1024 * MIB).run(call) == texts and all(ran)
+
+
+def test_a_run_on_a_card_never_takes_more_than_the_budget(gpu: VirtualGPU) -> None:
+    texts = lengths(60, longest=512)
+
+    def took(items: int, length: int) -> int:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        work(items, length)
+        return torch.cuda.max_memory_reserved()
+
+    def work(items: int, length: int) -> torch.Tensor:
+        x = torch.zeros(items, length, 256, device="cuda")
+        return ((x @ x.mT).exp() @ x).sum((1, 2))
+
+    measured = {(items, length): took(items, length) for items in (1, 4, 16) for length in (8, 64, 256, 512)}
+    plan = vramfit.batches(texts, peak=measured, budget="64MiB")
+    gc.collect()
+    most: list[int] = []
+
+    def call(batch: TokenBatch) -> torch.Tensor:
+        found = work(len(batch), batch.length).cpu()
+        most.append(torch.cuda.max_memory_reserved())
+        return found
+
+    assert len(plan.run(call)) == len(texts)
+    assert max(most) <= 64 * MIB and max(most) > 40 * MIB
+
+
+def test_shapes_are_confirmed_before_they_run() -> None:
+    """What an allocator reserves jumps between lengths, which no bound through a few of them follows."""
+    texts = lengths(500)
+
+    def reserved(items: int, length: int) -> float:
+        return peak(items, length) * (1.3 if length % 64 else 1.0)
+
+    grid = {(items, length): reserved(items, length) for items in (1, 4, 32) for length in (64, 256, 2048)}
+    plan = vramfit.batches(texts, peak=grid, budget=1024 * MIB)
+    assert any(reserved(len(batch), batch.length) > 1024 * MIB for batch in plan)
+    asked: list[tuple[int, int]] = []
+
+    def measure(items: int, length: int) -> float | None:
+        asked.append((items, length))
+        found = reserved(items, length)
+        return found if found <= 1024 * MIB else None
+
+    count = plan.confirm(measure)
+    assert count == len(asked) == len(set(asked)) < 3 * len({batch.length for batch in plan})
+    assert all(reserved(len(batch), batch.length) <= 1024 * MIB for batch in plan)
+    assert sorted(number for batch in plan for number in batch) == list(range(len(texts)))
+    with pytest.raises(UsageError, match=r"takes .* bytes alone"):
+        vramfit.batches([8], peak=peak, budget="1GiB").confirm(lambda _items, _length: None)

@@ -105,7 +105,7 @@ def batches(
     budget: int | str,
     length: Callable[[Any], int] | None = None,
     multiple: int = 8,
-    max_padding: float = 0.05,
+    max_padding: float = 0.03,
     most_items: int = 4096,
     window: int | None = None,
 ) -> TokenBatches[Any]:
@@ -136,7 +136,7 @@ def batches(
         budget: bytes that a batch may take, ``"8GiB"`` or a number.
         length: tokens of an item; None where items are their lengths.
         multiple: lengths are rounded up to it.
-        max_padding: part of a batch's tokens that may be padding.
+        max_padding: part of the tokens that may be padding, in each bucket of lengths.
         most_items: of a batch.
         window: items of a stream that are looked at together, and so how long one waits for others.
 

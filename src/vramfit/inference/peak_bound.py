@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 from scipy.optimize import linprog
 
 from vramfit.arguments import number_argument
@@ -17,6 +19,12 @@ MARGIN = 0.02
 bytes and segments to 2 MiB (c10/cuda/CUDACachingAllocator.cpp), which no smooth function of the shape follows."""
 
 
+_FOCUS = 4.0
+"""How sharply a formula is fitted around its length: shapes of twice the length weigh a sixteenth."""
+
+_Floats: TypeAlias = npt.NDArray[np.float64]
+
+
 class PeakBound:
     """A bound on the peak of a batch, which grows with what is observed.
 
@@ -25,11 +33,13 @@ class PeakBound:
 
     Attributes:
         factor: what predictions are multiplied with: 1 until one was too low.
+        factors: the same for single lengths, beside it.
     """
 
     def __init__(self, predict: Callable[[int, int], float]) -> None:
         self._predict = predict
         self.factor = 1.0
+        self.factors: dict[int, float] = {}
 
     @classmethod
     def of(cls, peak: Callable[[int, int], float] | Mapping[tuple[int, int], float]) -> PeakBound:
@@ -49,19 +59,23 @@ class PeakBound:
 
     def __call__(self, items: int, length: int) -> float:
         """Bytes that a batch takes at most."""
-        return self.factor * self._predict(items, length)
+        return self.scale(length) * self._predict(items, length)
 
-    def observe(self, items: int, length: int, peak_bytes: float) -> bool:
-        """Raise the bound where a batch took more than it says.
+    def scale(self, length: int) -> float:
+        """What predictions for a length are multiplied with."""
+        return self.factor * self.factors.get(length, 1.0)
 
-        Returns:
-            whether it was raised.
-        """
-        predicted = self._predict(items, length)
-        if peak_bytes <= self.factor * predicted or predicted <= 0:
-            return False
-        self.factor = peak_bytes / predicted
-        return True
+    def learn(self, items: int, length: int, peak_bytes: float) -> None:
+        """Raise the bound for one length where a batch of it takes more than it says."""
+        scaled = self(items, length)
+        if peak_bytes > scaled > 0:
+            self.factors[length] = self.factors.get(length, 1.0) * peak_bytes / scaled
+
+    def observe(self, items: int, length: int, peak_bytes: float) -> None:
+        """Raise the bound for all lengths where a batch took more than it says."""
+        scaled = self(items, length)
+        if peak_bytes > scaled > 0:
+            self.factor *= peak_bytes / scaled
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +101,14 @@ class PeakFormula:
 
 
 def fitted_bound(measured: Mapping[tuple[int, int], float], *, margin: float = MARGIN) -> PeakBound:
-    """The lowest formula with coefficients from 0 on that lies nowhere below what was measured, and a margin.
+    """The lowest of formulas with coefficients from 0 on that lie nowhere below what was measured, and a margin.
 
-    Coefficients that are not negative make it grow with the items and with the length. They minimise the sum of what it
-    lies above, each as a part of what was measured, by a linear program; the bound cannot be too low at a measured
-    shape, as a regression is at half of them. Between and beyond the shapes it is as good as the formula: measure the
-    corners, the longest item among them.
+    A peak is the highest of several moments: where scores are there, or where a feed-forward layer is. So there is a
+    formula for each measured length, as tight as can be around it, and the lowest of them counts; each is a bound for
+    all measured shapes, and grows with the items and with the length, since no coefficient is negative. A linear
+    program finds them: the sum of what a formula lies above, weighted by how near a shape's length is and how large
+    its peak. The bound cannot be too low at a measured shape, as a regression is at half of them. Between and beyond
+    the shapes it is as good as the formulas: measure the corners, the longest item among them.
 
     Args:
         measured: bytes by pairs of items and length, five shapes or more.
@@ -111,20 +127,34 @@ def fitted_bound(measured: Mapping[tuple[int, int], float], *, margin: float = M
         raise UsageError("a measured shape or its bytes are no size", "Give items, length and bytes above 0")
     shapes = np.array(list(measured), dtype=float)
     peaks = np.array(list(measured.values()), dtype=float)
+    formulas = [
+        _tightest(shapes, peaks, peaks * np.abs(np.log2(shapes[:, 1] / length) * _FOCUS).clip(1) ** -2)
+        for length in sorted(set(shapes[:, 1]))
+    ]
+
+    def bound(items: int, length: int) -> float:
+        return min(one(items, length) + margin * (one(items, length) - one.base) for one in formulas)
+
+    return PeakBound(bound)
+
+
+def _tightest(shapes: _Floats, peaks: _Floats, weights: _Floats) -> PeakFormula:
+    """The formula above all peaks with the least weighted sum of what it lies above, as parts of the peaks.
+
+    Raises:
+        UsageError: the linear program has no solution.
+    """
     items, lengths = shapes[:, 0], shapes[:, 1]
-    terms = np.stack([np.ones_like(items), items, items * lengths, items * lengths**2, lengths**2], axis=1)
+    terms = np.stack(
+        [np.ones_like(items), items, items * lengths, items * lengths**2, lengths**2], axis=1
+    )
     shares = terms / peaks[:, None]
     scale = shares.max(axis=0)  # terms of very different sizes become 1: the solver's tolerances are absolute
-    weighted = shares / scale
-    solved = linprog(weighted.sum(axis=0), A_ub=-weighted, b_ub=-np.ones(len(peaks)), bounds=(0, None))
+    scaled = shares / scale
+    cost = (scaled * (weights / weights.max())[:, None]).sum(axis=0)
+    solved = linprog(cost, A_ub=-scaled, b_ub=-np.ones(len(peaks)), bounds=(0, None))
     if not solved.success:
         raise UsageError(f"no bound goes through the measured shapes: {solved.message}", "Measure others")
     # What the solver's tolerance leaves below is added.
-    least = max(1.0, float((1 / (weighted @ solved.x)).max()))
-    coefficients = [float(value) for value in solved.x / scale * least]
-    formula = PeakFormula(*coefficients)
-
-    def bound(items: int, length: int) -> float:
-        return formula(items, length) + margin * (formula(items, length) - formula.base)
-
-    return PeakBound(bound)
+    least = max(1.0, float((1 / (scaled @ solved.x)).max()))
+    return PeakFormula(*(float(value) for value in solved.x / scale * least))

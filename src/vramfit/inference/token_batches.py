@@ -1,9 +1,10 @@
 """Batches by tokens: items of similar length together, as many as their predicted peak allows, longest first.
 
-NOTE [Padding of a batch]: items are sorted by length, so that neighbours differ little, and a batch ends where one more
-item would make more than the allowed part of it padding, or would take more memory than there is. Lengths are rounded
-up to a multiple, so that there are few shapes; where rounding alone would exceed the allowed part, a batch keeps its
-longest item's own length.
+NOTE [Length buckets]: items are sorted by length, and a bucket of neighbours is padded to its longest, rounded up to a
+multiple. It ends where one more item would make more than the allowed part of it padding. All batches of a bucket have
+nearly the same size, so that there are few shapes: an allocator's cached blocks serve the next batch, and each shape
+can be measured before (`TokenBatches.confirm`). Where rounding up alone would exceed the allowed part, a bucket keeps
+its longest item's own length.
 """
 
 from __future__ import annotations
@@ -13,11 +14,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+import torch
+
 from vramfit.arguments import number_argument, whole_argument
 from vramfit.errors import UsageError
 from vramfit.inference.peak_bound import PeakBound
 
 T = TypeVar("T")
+
+_BACK_OFF = 1.05
+"""How far beyond the budget a batch is taken to have been that ran out of memory: by how much is not known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,7 +33,7 @@ class TokenBatchSettings:
     Attributes:
         budget: bytes that a batch may take, the model's own included as far as the peak counts it.
         multiple: lengths are rounded up to it.
-        max_padding: part of a batch's tokens that may be padding, from 0 to 1.
+        max_padding: part of a bucket's tokens that may be padding, from 0 to 1.
         most_items: of a batch.
         window: items of a stream that are looked at together; None takes all items at once.
 
@@ -37,7 +43,7 @@ class TokenBatchSettings:
 
     budget: int
     multiple: int = 8
-    max_padding: float = 0.05
+    max_padding: float = 0.03
     most_items: int = 4096
     window: int | None = None
 
@@ -159,8 +165,42 @@ class TokenBatches(Generic[T]):
         seen = self._last if batch is None else batch
         if seen is None:
             raise UsageError("no batch was given out yet", "Call observe after a batch has run")
-        if self.bound.observe(len(seen), seen.length, peak_bytes):
-            self._largest.clear()
+        self.bound.observe(len(seen), seen.length, peak_bytes)
+
+    def confirm(self, measure: Callable[[int, int], float | None]) -> int:
+        """Have the largest shape of each bucket measured before it runs, and make batches smaller until all fit.
+
+        What an allocator reserves is no smooth function of the shape: gaps between blocks come and go with sizes. The
+        bound says what to measure, and is raised for a length where it was too low.
+
+        Args:
+            measure: bytes that a batch of so many items of a length takes; None where it does not fit.
+
+        Returns:
+            how many shapes were measured.
+
+        Raises:
+            UsageError: items come as a stream, or one does not fit alone.
+        """
+        if self._lengths is None:
+            raise UsageError("shapes of a stream are not known before", "Confirm those of a list of lengths")
+        known: dict[tuple[int, int], float] = {}
+        largest: dict[int, int] = {}
+        for batch in self._batches_of(range(len(self._lengths)), self._lengths):
+            largest[batch.length] = max(largest.get(batch.length, 0), len(batch))
+        for length, planned in largest.items():
+            items = planned
+            while (items, length) not in known:
+                took = measure(items, length)
+                known[items, length] = self.settings.budget * _BACK_OFF if took is None else took
+                self.bound.learn(items, length, known[items, length])
+                if known[items, length] <= self.settings.budget:
+                    break
+                if items == 1:
+                    self._check_alone(length)
+                items = max(1, min(items - 1, self.largest(length)))
+        self._plan = None
+        return len(known)
 
     def split(self, batch: TokenBatch | None = None) -> None:
         """Give a batch back that ran out of memory: it comes again in halves, and the bound is raised above it.
@@ -174,7 +214,7 @@ class TokenBatches(Generic[T]):
                 f"an item of {failed.length if failed else 0} tokens does not fit alone",
                 "Give a larger budget, shorten the item, or run it in windows",
             )
-        self.observe(self.settings.budget + 1, failed)
+        self.observe(round(_BACK_OFF * self.settings.budget), failed)
         half = (len(failed) + 1) // 2
         for part in (slice(0, half), slice(half, None)):
             # Lengths of the parts are those of the whole: how long each item is, is not known to a stream any more.
@@ -183,6 +223,42 @@ class TokenBatches(Generic[T]):
             )
             made.items = failed.items[part]
             self._again.append(made)
+
+    def run(self, function: Callable[[TokenBatch], Any], device: torch.device | None = None) -> list[Any]:
+        """Run all batches and give the results in the order of the items.
+
+        On a card the allocator's cache is emptied where the shape changes, since blocks that were cached for one shape
+        seldom serve another, and what each batch reserved is observed. A batch that runs out of memory comes again in
+        halves.
+
+        Args:
+            function: gives one result for each item of a batch; results that stay on the card take from the budget.
+            device: the card; None is the present one, if there is a card.
+
+        Raises:
+            UsageError: an item does not fit alone, or results do not match their batch.
+        """
+        card = device if device is not None else _present_card()
+        results, shape = self.ordered(), (0, 0)
+        for batch in self:
+            if card is not None and shape != (len(batch), batch.length):
+                torch.cuda.empty_cache()
+            shape = (len(batch), batch.length)
+            if card is not None:
+                torch.cuda.reset_peak_memory_stats(card)
+            try:
+                found = function(batch)
+            except torch.OutOfMemoryError:
+                found = None
+            if found is None:
+                # Outside of the handler, which holds the frames that hold the batch's tensors.
+                self.split(batch)
+                shape = (0, 0)
+                continue
+            if card is not None:
+                self.observe(torch.cuda.max_memory_reserved(card), batch)
+            results.add(batch, found)
+        return results.all()
 
     def ordered(self) -> OrderedResults:
         """A place for the results, which gives them in the order of the items."""
@@ -204,37 +280,41 @@ class TokenBatches(Generic[T]):
                 yield batch
 
     def _batches_of(self, numbers: Sequence[int], lengths: Sequence[int]) -> Iterator[TokenBatch]:
-        """See NOTE [Padding of a batch]."""
+        """The batches of each bucket, as few as the bound allows and of nearly the same size."""
         order = sorted(range(len(lengths)), key=lambda place: (-lengths[place], place))
         start = 0
         while start < len(order):
-            padded, stop, tokens = self._next(lengths, order, start)
-            yield TokenBatch((numbers[place] for place in order[start:stop]), length=padded, tokens=tokens)
-            start = stop
+            padded, end = self._bucket(lengths, order, start)
+            while start < end:
+                count = -(-(end - start) // self.largest(padded))
+                stop = start + -(-(end - start) // count)
+                tokens = sum(lengths[place] for place in order[start:stop])
+                yield TokenBatch((numbers[place] for place in order[start:stop]), length=padded, tokens=tokens)
+                start = stop
 
-    def _next(self, lengths: Sequence[int], order: list[int], start: int) -> tuple[int, int, int]:
-        """The padded length, the end and the tokens of the batch that begins at `start`."""
+    def _bucket(self, lengths: Sequence[int], order: list[int], start: int) -> tuple[int, int]:
+        """The padded length and the end of the bucket that begins at `start`. See NOTE [Length buckets]."""
         longest = lengths[order[start]]
         padded = -(-longest // self.settings.multiple) * self.settings.multiple
         allowed = 1 - self.settings.max_padding
         if longest < allowed * padded or self.bound(1, padded) > self.settings.budget:
             padded = longest
-        most = min(self.largest(padded), len(order) - start)
-        tokens, stop = longest, start + 1
-        while stop < start + most:
-            more = tokens + lengths[order[stop]]
-            if more < allowed * padded * (stop + 1 - start):
+        tokens, end = longest, start + 1
+        while end < len(order):
+            more = tokens + lengths[order[end]]
+            if more < allowed * padded * (end + 1 - start):
                 break
-            tokens, stop = more, stop + 1
-        return padded, stop, tokens
+            tokens, end = more, end + 1
+        return padded, end
 
     def largest(self, length: int) -> int:
         """Items of a length that the bound lets into a batch, at least one.
 
         The search doubles and then halves, since the bound does not fall as the batch grows.
         """
+        scale = self.bound.scale(length)
         known = self._largest.get(length)
-        if known is not None and known[0] == self.bound.factor:
+        if known is not None and known[0] == scale:
             return known[1]
         budget, most = self.settings.budget, self.settings.most_items
         good, bad = 1, 2
@@ -247,7 +327,7 @@ class TokenBatches(Generic[T]):
                 good = middle
             else:
                 bad = middle
-        self._largest[length] = (self.bound.factor, good)
+        self._largest[length] = (scale, good)
         return good
 
     def _check_alone(self, longest: int) -> None:
@@ -313,6 +393,12 @@ class OrderedResults:
         if missing is not None:
             raise UsageError(f"item {missing} has no result yet", "Add the results of every batch first")
         return list(self.ready())
+
+
+def _present_card() -> torch.device | None:
+    if not torch.cuda.is_available():
+        return None
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _rebuilt(numbers: list[int], length: int, tokens: int, items: list[Any]) -> TokenBatch:
