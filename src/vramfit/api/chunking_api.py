@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from importlib import import_module
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from vramfit.errors import UsageError
 from vramfit.inference.input_chunks import ChunkSettings, call_in_chunks
 from vramfit.inference.peak_bound import PeakBound
 from vramfit.inference.token_batches import TokenBatches, TokenBatchSettings
+from vramfit.planner.chunk_choice import choose_chunk
 
 
 def chunked(
@@ -67,7 +68,8 @@ def chunked(
         output_device: where outputs are joined, such as ``"cpu"``; None is where the model leaves them.
         check: try on a few entries first that none depends on others. Not on the virtual GPU, where there are no values
             to compare: there only batch norm is refused.
-        budget: what may be reserved on the device, as ``"4GiB"``, to choose the size by.
+        budget: what torch may reserve on the device, the model included, as ``"4GiB"``: the quickest size within it is
+            found on the virtual GPU, in a process of its own; None is what is free there, less 2 %.
         gpu: the card that the size is chosen for; None is the one that is there.
 
     Returns:
@@ -90,7 +92,7 @@ def chunked(
         check=check,
     )
     if size is None:
-        settings = _chosen(model, call, settings, budget=budget, gpu=gpu)
+        settings = replace(settings, size=choose_chunk(model, call, settings, budget=budget, gpu=gpu).size)
     elif budget is not None:
         raise UsageError(
             "size and budget are both given", "Give a budget to let the size be chosen, or the size itself"
@@ -174,17 +176,3 @@ def _model_device(model: Any) -> torch.device | None:
         for tensor in (*model.parameters(), *model.buffers()):
             return tensor.device
     return None
-
-
-def _chosen(model: Any, call: Any, settings: ChunkSettings, **given: Any) -> ChunkSettings:
-    """The settings with a size that fits the budget.
-
-    Raises:
-        UsageError: nothing chooses one.
-    """
-    try:
-        choose = import_module("vramfit.planner.chunk_choice").choose_chunks
-    except ImportError:
-        raise UsageError("no size is given", "Give size=, the entries of a chunk") from None
-    chosen: ChunkSettings = choose(model, call, settings, **given)
-    return chosen

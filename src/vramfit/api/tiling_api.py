@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +16,7 @@ from vramfit.errors import UsageError
 from vramfit.inference.tile_progress import tile_progress
 from vramfit.inference.tile_settings import Blend, Padding, Stitch, TileSettings
 from vramfit.inference.tiled_inference import make_job, run_job
+from vramfit.planner.tile_choice import choose_tile
 
 E = TypeVar("E", Blend, Padding, Stitch)
 
@@ -92,7 +92,8 @@ def tiled(
         device: where the model computes; None is where it is.
         journal: a file in which tiles that are stored are noted, so that a run that was killed goes on there; True puts
             it beside the result's file.
-        budget: what may be reserved on the device, as ``"4GiB"``, to choose the tile by.
+        budget: what torch may reserve on the device, the model included, as ``"4GiB"``: the quickest tile within it is
+            found on the virtual GPU, in a process of its own; None is what is free there, less 2 %.
         gpu: the card that the tile is chosen for; None is the one that is there.
         progress: called with the tiles that are done and the tiles in all; True shows a bar.
 
@@ -121,7 +122,8 @@ def tiled(
     _check_mode(model)
     noted = _journal_path(journal, out)
     if tile is None:
-        settings = _chosen(model, x, settings, dims=dims, device=device, budget=budget, gpu=gpu)
+        chosen = choose_tile(model, x, settings, dims=dims, device=device, budget=budget, gpu=gpu)
+        settings = replace(settings, tile=chosen.tile, tile_batch=chosen.tile_batch)
     elif budget is not None:
         raise UsageError(
             "tile and budget are both given", "Give a budget to let the tile be chosen, or the tile itself"
@@ -162,17 +164,3 @@ def _journal_path(journal: Any, out: Any) -> str | None:
         )
     path = Path(path_argument("out", out))
     return str(path.with_name(f"{path.name}.journal"))
-
-
-def _chosen(model: Any, x: Any, settings: TileSettings, **given: Any) -> TileSettings:
-    """The settings with a tile that fits the budget.
-
-    Raises:
-        UsageError: nothing chooses one.
-    """
-    try:
-        choose = import_module("vramfit.planner.tile_choice").choose_tiles
-    except ImportError:
-        raise UsageError("no tile is given", "Give tile=, the length that the model is given") from None
-    chosen = choose(model, x, settings, **given)
-    return replace(settings, tile=chosen.tile, tile_batch=chosen.tile_batch, stitch=chosen.stitch)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -143,6 +144,7 @@ def call_in_chunks(
     *,
     out: Any = None,
     model: nn.Module | None = None,
+    first: int | None = None,
 ) -> Any:
     """What ``function(*args, **kwargs)`` gives, computed in chunks and without gradients.
 
@@ -152,6 +154,7 @@ def call_in_chunks(
             the host, and are moved chunk by chunk where the settings name a device.
         out: tensors that outputs are written into, in the containers of the output; None allocates them.
         model: whose parts an error names, where `function` is not the model itself.
+        first: how many chunks are computed, with the outputs allocated for all, to see what they take; None for all.
 
     Returns:
         the outputs of all entries, in the containers that a chunk's are in. Each tensor has the chunks joined along the
@@ -169,7 +172,7 @@ def call_in_chunks(
         if settings.check and size < cut.extent:
             neighbours_of(function, call, cut, settings, known).demand_none()
         joined = JoinedOutputs(cut, settings.output_device, out)
-        for start, stop in cut.spans(size) if cut.extent else ((0, 0),):
+        for start, stop in islice(cut.spans(size) if cut.extent else ((0, 0),), first):
             part = cut.part(call, start, stop)
             args, kwargs = part if settings.device is None else moved(part, settings.device)
             del part

@@ -29,6 +29,7 @@ from vramfit.launch.job import job_file, tell
 from vramfit.launch.running import leave_after
 from vramfit.plain import from_plain
 from vramfit.planner.cheapest_card import cheapest_plan
+from vramfit.planner.chunk_choice import ChosenChunk, quickest_chunk
 from vramfit.planner.devices.card_backend import CardBackend, card_of_this_process
 from vramfit.planner.devices.cost import DeviceBackend
 from vramfit.planner.devices.cpu_backend import CpuBackend
@@ -39,6 +40,7 @@ from vramfit.planner.plan_file import plan_to_toml
 from vramfit.planner.planner_job import (
     PRICE,
     Answer,
+    ChooseChunkJob,
     ChooseTileJob,
     ConfirmJob,
     DeviceMemory,
@@ -222,6 +224,14 @@ def choose_tile(
     return quickest_tile(device, workload.model, question, job.memory.budget, progress)
 
 
+def choose_chunk(
+    workload: Workload, device: DeviceBackend, job: ChooseChunkJob, progress: Progress
+) -> ChosenChunk:
+    """The quickest size of chunks for a packed model and a call."""
+    question = workload.batch(batch_size=1)
+    return quickest_chunk(device, workload.model, question, job.memory.budget, progress)
+
+
 TASKS: dict[str, tuple[type[PlannerJob], Callable[..., Any]]] = {
     "plan": (PlanJob, plan),
     "fit": (FitJob, fit),
@@ -230,6 +240,7 @@ TASKS: dict[str, tuple[type[PlannerJob], Callable[..., Any]]] = {
     "verify-memory": (VerifyMemoryJob, verify_memory),
     "verify-values": (VerifyValuesJob, verify_values),
     "choose-tile": (ChooseTileJob, choose_tile),
+    "choose-chunk": (ChooseChunkJob, choose_chunk),
 }
 """The kinds of job, and what does each."""
 

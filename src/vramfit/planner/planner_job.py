@@ -271,6 +271,13 @@ class ChooseTileJob(PlannerJob):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ChooseChunkJob(PlannerJob):
+    """The quickest size of chunks for a model and a call, which the target holds; `memory` as of a `ChooseTileJob`."""
+
+    task: str = "choose-chunk"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Answer(Generic[Found]):
     """What the child found.
 

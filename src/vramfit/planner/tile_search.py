@@ -68,6 +68,12 @@ class TileOption:
         return -(-self.count // self.batch)
 
     @property
+    def words(self) -> str:
+        """The tile, for people."""
+        together = f", {self.batch} together" if self.batch > 1 else ""
+        return f"tiles of {' x '.join(map(str, self.tile))}{together}"
+
+    @property
     def elements(self) -> int:
         """Elements of one channel in one call."""
         return math.prod(self.tile) * self.batch
@@ -228,8 +234,7 @@ class TileSearch:
         return list(dict.fromkeys((ordered[0], more[0] if more else ordered[-1])))
 
     def _run(self, option: TileOption) -> None:
-        sides = " x ".join(map(str, option.tile))
-        self.progress(f"tiles of {sides}, {option.batch} together")
+        self.progress(option.words)
         self.seen[option] = self.cost(option)
 
     def _promising(self, limit: float) -> TileOption | None:

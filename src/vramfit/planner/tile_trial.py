@@ -112,7 +112,7 @@ def quickest_tile(
     if best is None:
         option, cost = search.smallest
         raise UsageError(
-            f"tiles of {' x '.join(map(str, option.tile))} reserve {format_bytes(cost.total_bytes)}, "
+            f"{option.words} reserve {format_bytes(cost.total_bytes)}, "
             f"more than the budget of {format_bytes(limit)}",
             "Allow more, or take a smaller model or precision",
         )
