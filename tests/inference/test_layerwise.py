@@ -392,6 +392,17 @@ def test_values_can_be_asked_for_midway() -> None:
     assert error_of(net, IMAGE, 3) < 1e-13
 
 
+def test_what_profilers_ask_computes_nothing() -> None:
+    def net(x: Any) -> Any:
+        y = x * 2
+        assert y.untyped_storage().nbytes() == y.nbytes == IMAGE.nbytes
+        assert y.dtype == torch.float64 and y.stride() == IMAGE.stride() and "RowTensor" in repr(y)
+        assert y.node.full is None
+        return y
+
+    assert error_of(net, IMAGE, 3) == 0
+
+
 def test_dropout_draws_what_the_plain_run_draws() -> None:
     def net(x: Tensor) -> Tensor:
         torch.manual_seed(3)
