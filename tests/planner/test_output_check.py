@@ -7,7 +7,7 @@ import math
 import torch
 from torch import nn
 
-from vramfit.planner.output_check import FLIPPED, judge_outputs, outputs_of
+from vramfit.planner.output_check import FLIPPED, compare_outputs, judge_outputs, outputs_of
 from vramfit.planner.promised_errors import PRECISION_ERROR, ROUNDING_ERROR
 from vramfit.techniques import Numerics
 from vramfit.workload import Workload
@@ -67,3 +67,32 @@ def test_outputs_are_named_by_their_place() -> None:
     found = outputs_of(workload, workload.sizes)
     assert list(found) == ["['first']", "['rest'][0]"]
     assert found["['first']"].tolist() == [[2.0, 2.0]] * 3
+
+
+class Amplified(nn.Module):
+    """Divides rounding by rounding: an instance norm of values that are equal but for it."""
+
+    def __init__(self, shift: float) -> None:
+        super().__init__()
+        self.norm, self.shift = nn.InstanceNorm1d(1, eps=1e-15), shift
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x.cumsum(-1) / torch.arange(1, x.shape[-1] + 1) + self.shift)  # type: ignore[no-any-return]
+
+
+def test_rounding_that_a_program_amplifies_itself_is_no_fault_of_a_plan() -> None:
+    def workload(shift: float) -> Workload:
+        return Workload(
+            model=lambda: Amplified(shift), batch=lambda batch_size: torch.full((batch_size, 1, 999), 0.3), sizes={"batch_size": 1}
+        )
+
+    plain, planned = workload(0.0), workload(1e-7)
+    sizes = {"batch_size": 1}
+    found = judge_outputs(outputs_of(plain, sizes), outputs_of(planned, sizes), Numerics.ROUNDING)
+    assert not found.passes
+    assert compare_outputs(plain, planned, sizes, Numerics.ROUNDING).passes
+    assert not compare_outputs(plain, planned, sizes, Numerics.BITWISE).passes
+    wrong = Workload(
+        model=lambda: nn.Linear(999, 999), batch=plain.batch, sizes=plain.sizes
+    )
+    assert not compare_outputs(wrong, Workload(model=nn.Identity, batch=plain.batch, sizes=sizes), sizes, Numerics.ROUNDING).passes

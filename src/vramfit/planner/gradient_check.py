@@ -22,7 +22,7 @@ from vramfit.errors import UsageError
 from vramfit.planner.devices.cost import DeviceBackend
 from vramfit.planner.devices.virtual_backend import VirtualBackend
 from vramfit.planner.largest_size import search_for
-from vramfit.planner.output_check import OutputCheck, judge_outputs, outputs_of
+from vramfit.planner.output_check import OutputCheck, compare_outputs, outputs_of
 from vramfit.planner.plans import NothingFits, Plan, PlanRequest
 from vramfit.planner.search import PlanSearch
 from vramfit.planner.search_cache import Runs, SearchCache
@@ -173,7 +173,7 @@ def _judged_outputs(workload: Workload, choices: Sequence[Choice], way: TrialAtt
 
     def judged(some: Sequence[Choice]) -> OutputCheck:
         level = max(choice.promise.numerics for choice in some)
-        return judge_outputs(plain, outputs_of(with_choices(workload, tuple(some)), way.sizes), level)
+        return compare_outputs(workload, with_choices(workload, tuple(some)), way.sizes, level, plain)
 
     check = judged(choices)
     if check.passes:

@@ -36,6 +36,7 @@ from vramfit.planner.devices.cpu_backend import CpuBackend
 from vramfit.planner.devices.virtual_backend import VirtualBackend
 from vramfit.planner.gradient_check import promised_plan
 from vramfit.planner.largest_size import CardCheck, LargestSize, SizeSearch
+from vramfit.planner.output_check import compare_outputs
 from vramfit.planner.plan_file import plan_to_toml
 from vramfit.planner.planner_job import (
     PRICE,
@@ -62,7 +63,6 @@ from vramfit.planner.verification import (
     Simulated,
     ValuesCheck,
     compare,
-    compare_outputs,
     run_on,
     simulate,
     smaller_sizes,
@@ -195,7 +195,7 @@ def verify_values(
         sizes = smaller_sizes(workload, found, job.step_seconds, job.seconds, steps)
     if not workload.trains:
         progress("outputs")
-        return ValuesCheck(sizes=sizes, outputs=compare_outputs(workload, found, sizes))
+        return ValuesCheck(sizes=sizes, outputs=compare_outputs(workload, found.apply(workload), sizes, found.numerics))
     gradients, losses, notes = compare(
         workload, found, sizes, steps=job.steps, seconds=job.seconds, progress=progress
     )

@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from vramfit.planner.devices.cost import DeviceBackend
-from vramfit.planner.output_check import OutputCheck, judge_outputs, outputs_of
+from vramfit.planner.output_check import OutputCheck
 from vramfit.planner.plan_file import PlanFigures
 from vramfit.planner.plans import Plan
 from vramfit.planner.promised_errors import allowed_error
@@ -249,13 +249,6 @@ def compare(
             first.step(number)
             second.step(number)
     return gradients, judge_losses(first.losses, second.losses, plan.numerics), tuple(notes)
-
-
-def compare_outputs(workload: Workload, plan: Plan, sizes: Mapping[str, int]) -> OutputCheck:
-    """Run a workload for inference on the CPU, plain and with the plan, and compare what comes out."""
-    return judge_outputs(
-        outputs_of(workload, sizes), outputs_of(plan.apply(workload), sizes), plan.numerics
-    )
 
 
 class Training:

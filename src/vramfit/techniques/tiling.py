@@ -96,9 +96,8 @@ class Tiling(Technique[TilingSetting]):
         if profile.trains or axes == 0:
             return
         try:
-            found = probe_needs(
-                profile.model, input_channels(profile.model), axes, torch.device(profile.device_type)
-            )
+            # The profile's model may be of a virtual card that is gone: its structure is what counts.
+            found = probe_needs(profile.model, input_channels(profile.model), axes, torch.device("cpu"))
         except UsageError:
             return
         for length in _ladder(max(profile.sizes.values()), axes):
