@@ -6,9 +6,12 @@
 - `snapshot`: a line of figures.
 - `Workload`: a model and its batches at sizes that can be varied, for ``vramfit plan``, ``fit`` and ``stress``.
 - `plain_workload`, `transformers_workload`, `lightning_workload`: one of what you have.
+- `chunked`: a call in chunks of its batch or sequence, equal to the whole.
+- `batches`: batches by tokens, none larger than a bound on memory allows.
 - `check_leaks`: what grows when a function is called again and again, and who holds it.
 - `annotate`, `join_profile`: names for Nsight Systems, and categories for torch.profiler.
 - `plan`, `fit`, `verify`: the cheapest changes that make a workload fit, the largest size that does, and the proof.
+- `tiled`: a model over a picture or volume that is too large for the device, tile by tile.
 - `Plan`: what `plan` finds, to be applied to a workload or to your own model and loop.
 - `MemoryTrace`: what every run, recording and snapshot comes to.
 

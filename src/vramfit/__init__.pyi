@@ -7,12 +7,15 @@ from . import gpus as gpus
 from . import report as report
 from . import techniques as techniques
 from . import trace as trace
+from .api.chunking_api import batches as batches
+from .api.chunking_api import chunked as chunked
 from .api.in_process import VirtualGPU as VirtualGPU
 from .api.leak_check import LeakFoundError as LeakFoundError
 from .api.leak_check import assert_no_leaks as assert_no_leaks
 from .api.leak_check import check_leaks as check_leaks
 from .api.programs import Report as Report
 from .api.programs import run as run
+from .api.tiling_api import tiled as tiled
 from .api.tracking import Track as Track
 from .api.tracking import snapshot as snapshot
 from .api.tracking import track as track

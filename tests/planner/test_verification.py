@@ -12,10 +12,10 @@ from tests.planner.test_plan_objects import _layers, _plan
 from tests.techniques.toys import all_toys
 from torch import nn
 
+from vramfit.planner.promised_errors import ROUNDING_ERROR
 from vramfit.planner.trial_attempts import silence_dropout
 from vramfit.planner.verification import (
     LOSS_SHARE,
-    ROUNDING_ERROR,
     Verification,
     compare,
     judge_gradients,

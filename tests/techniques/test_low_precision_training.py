@@ -529,7 +529,7 @@ def test_options_follow_the_card_and_the_program() -> None:
     lean = replace(FLOAT32, bfloat16_states=True)
     assert options(linear) == [FLOAT32, lean, AT_RANDOM]
     assert options(linear, device_type="cpu", capability=(0, 0)) == [FLOAT32, lean, AT_RANDOM]
-    assert options(linear, trains=False, optimizer=False) == [NONE]
+    assert options(linear, trains=False, optimizer=False) == []
     assert options(linear, capability=(7, 5)) == []
     assert options(linear, own_step=True) == []
     assert options(linear, optimizer=False) == []

@@ -15,6 +15,7 @@ from vramfit.techniques import all_techniques
 ORDER = (
     "mixed-precision",
     "low-precision-training",
+    "half-inference",
     "tf32",
     "in-place-activations",
     "micro-batching",
@@ -30,6 +31,8 @@ ORDER = (
     "early-release",
     "channels-last",
     "attention-backend",
+    "attention-chunking",
+    "input-chunking",
     "optimizer-kernel",
     "step-in-backward",
     "low-bit-optimizer",
@@ -37,6 +40,11 @@ ORDER = (
     "lean-optimizer",
     "gradient-projection",
     "compile",
+    "batch-norm-folding",
+    "tensor-sharing",
+    "uint8-inputs",
+    "layerwise-chunking",
+    "tiling",
 )
 TECHNIQUE = """
 from vramfit.techniques import AttachStage, Numerics, Setting, Technique

@@ -50,6 +50,7 @@ from vramfit.planner.search_cache import (
 from vramfit.planner.search_clock import SearchClock, SearchStopped
 from vramfit.planner.step_profiler import StepProfile
 from vramfit.planner.workload_check import brief
+from vramfit.planner.workload_samples import WorkloadSamples
 from vramfit.techniques import (
     Choice,
     Profile,
@@ -142,6 +143,7 @@ class Candidates:
     _solutions: dict[tuple[Key, int, bool], IlpSolution | None] = field(default_factory=dict)
     known_micro_batching: MicroBatchVerdict | None = None
     _broken: dict[str, str] = field(default_factory=dict)
+    _samples: WorkloadSamples | None = None
 
     def run(self, choices: tuple[Choice, ...], *, fine: bool = False) -> Candidate | None:
         """The workload with some techniques, profiled; None where they cannot be applied, or want too much of the host.
@@ -349,8 +351,9 @@ class Candidates:
 
     def _offers(self, candidate: Candidate) -> tuple[Choice, ...]:
         """What techniques offer, whatever their numerics; micro-batching last, which first has to be tried."""
+        able = [one for one in all_techniques() if one.name not in ACTIVATIONS and self.request.may(one)]
         techniques = sorted(
-            (one for one in all_techniques() if one.name not in ACTIVATIONS and self.request.may(one)),
+            (one for one in able if one.least <= self.request.numerics),
             key=lambda one: one.name == MICRO_BATCHING,
         )
         names, given = (
@@ -368,12 +371,28 @@ class Candidates:
                 return ()
             profile = replace(found, sizes=profile.sizes, step_seconds=profile.step_seconds)
             profile = replace(profile, step_flops=profile.step_flops, blocks=profile.blocks)
+        if not profile.trains:
+            profile = replace(profile, samples=self.samples)
         offers = tuple(
             Choice(technique=one, setting=setting) for one in techniques for setting in one.options(profile)
         )
         if self.cache is not None:
             self.cache.add_offers(*given, asked, names, offers)
         return offers
+
+    @property
+    def samples(self) -> WorkloadSamples:
+        """Samples of the plain workload, for techniques that look at more than a profile."""
+        if self._samples is None:
+            profile = self.plain.profile
+            self._samples = WorkloadSamples(
+                workload=self.request.workload,
+                sizes=self.request.sizes,
+                flops=profile.step_flops,
+                model_bytes=sum(4 * parameter.numel() for parameter in profile.model.parameters()),
+                left=lambda: self.clock.left,
+            )
+        return self._samples
 
     @property
     def micro_batching(self) -> MicroBatchVerdict:

@@ -22,6 +22,7 @@ from vramfit.errors import UsageError
 from vramfit.planner.devices.cost import DeviceBackend
 from vramfit.planner.devices.virtual_backend import VirtualBackend
 from vramfit.planner.largest_size import search_for
+from vramfit.planner.output_check import OutputCheck, compare_outputs, outputs_of
 from vramfit.planner.plans import NothingFits, Plan, PlanRequest
 from vramfit.planner.search import PlanSearch
 from vramfit.planner.search_cache import Runs, SearchCache
@@ -91,9 +92,9 @@ def check_promises(workload: Workload, plan: Plan) -> Compared:
     left = (
         f"{skipped} was not compared: it compiles for the CPU; vramfit verify compares it." if skipped else ""
     )
-    if not choices or not workload.trains:
-        return Compared(note=left if workload.trains else "")
-    found = _compared(workload, plan, choices)
+    if not choices:
+        return Compared(note=left)
+    found = _compared(workload, plan, choices) if workload.trains else _outputs_compared(workload, plan, choices)
     return replace(found, note=f"{found.note} {left}".strip())
 
 
@@ -128,6 +129,64 @@ def _compared(workload: Workload, plan: Plan, choices: Sequence[Choice]) -> Comp
     return Compared(
         note=f"The plan's gradients were not compared with the plain program's, since {why}: vramfit verify compares "
         "them where there is more room."
+    )
+
+
+def _outputs_compared(workload: Workload, plan: Plan, choices: Sequence[Choice]) -> Compared:
+    """The comparison of the outputs of inference, with the model itself: a stand-in has other receptive fields."""
+    try:
+        with torch.device("meta"):
+            model_bytes = sum(4 * parameter.numel() for parameter in workload.model().parameters())
+    except Exception:  # it reads its own values while it is made, as models do that are not large
+        model_bytes = sum(4 * parameter.numel() for parameter in workload.model().parameters())
+    name = batch_size_name(plan.aim.sizes)
+    why = "the model is too large for it here"
+    for way in ways_to_try(
+        workload,
+        {**plan.aim.sizes, name: min(2, plan.aim.sizes[name])},
+        flops=plan.before.step_flops * 2,
+        seconds=_SECONDS,
+        model_bytes=model_bytes,
+        most_bytes=most_model_bytes(_PART, _MOST),
+    ):
+        if way.model is not None:
+            continue
+        try:
+            with limited(SearchClock(), _LONGEST):
+                return _judged_outputs(workload, choices, way)
+        except TimeOver:
+            why = "the time was over"
+        except KeyboardInterrupt:
+            why = "that was interrupted"
+            break
+        except Exception as error:  # whatever the workload's code makes of the CPU, or of smaller sizes
+            why = f"that fails with {way.words} ({brief(error)})"
+    return Compared(
+        note=f"The plan's outputs were not compared with the plain program's, since {why}: vramfit verify compares "
+        "them where there is more room."
+    )
+
+
+def _judged_outputs(workload: Workload, choices: Sequence[Choice], way: TrialAttempt) -> Compared:
+    """Outputs with the techniques beside the plain ones; where they are not as promised, whose fault it is."""
+    plain = outputs_of(workload, way.sizes)
+
+    def judged(some: Sequence[Choice]) -> OutputCheck:
+        level = max(choice.promise.numerics for choice in some)
+        return compare_outputs(workload, with_choices(workload, tuple(some)), way.sizes, level, plain)
+
+    check = judged(choices)
+    if check.passes:
+        how = "are those of the plain program, bit for bit"
+        if check.equal < check.outputs:
+            bound = "which nothing bounds" if check.allowed is None else f"{check.allowed:g} promised"
+            how = f"differ by at most {check.worst:.2g} of their norm, {bound}"
+        return Compared(note=f"compared with {way.words}: the outputs {how}.")
+    fault = next((choice for choice in choices if not judged([choice]).passes), choices[-1])
+    return Compared(
+        note=f"{fault.name} is left out: compared with {way.words}, an output differs by {check.worst:.2g} of its "
+        f"norm, and {fault.promise.numerics.value} was promised.",
+        fault=fault,
     )
 
 

@@ -257,7 +257,10 @@ def _nothing_fits(plan: Plan, plain: Candidate) -> NothingFits:
     return NothingFits(f"nothing fits {limit}: the lowest that was found is {lowest}; {binds}", hint, plan)
 
 
-_LIGHTER = ("parameter-offload", "low-precision-training", "parameter-sharing")
+_LIGHTER = (
+    *("parameter-offload", "low-precision-training", "parameter-sharing"),
+    *("half-inference", "tensor-sharing"),
+)
 """Techniques with which parameters take less of the device."""
 
 

@@ -29,16 +29,20 @@ from vramfit.launch.job import job_file, tell
 from vramfit.launch.running import leave_after
 from vramfit.plain import from_plain
 from vramfit.planner.cheapest_card import cheapest_plan
+from vramfit.planner.chunk_choice import ChosenChunk, quickest_chunk
 from vramfit.planner.devices.card_backend import CardBackend, card_of_this_process
 from vramfit.planner.devices.cost import DeviceBackend
 from vramfit.planner.devices.cpu_backend import CpuBackend
 from vramfit.planner.devices.virtual_backend import VirtualBackend
 from vramfit.planner.gradient_check import promised_plan
 from vramfit.planner.largest_size import CardCheck, LargestSize, SizeSearch
+from vramfit.planner.output_check import compare_outputs
 from vramfit.planner.plan_file import plan_to_toml
 from vramfit.planner.planner_job import (
     PRICE,
     Answer,
+    ChooseChunkJob,
+    ChooseTileJob,
     ConfirmJob,
     DeviceMemory,
     FitJob,
@@ -53,6 +57,7 @@ from vramfit.planner.search import PlanFound
 from vramfit.planner.search_cache import SearchCache
 from vramfit.planner.search_clock import SearchClock, interruptible
 from vramfit.planner.search_evidence import SEARCH_FILE, Evidence
+from vramfit.planner.tile_trial import ChosenTile, quickest_tile
 from vramfit.planner.verification import (
     CardRuns,
     Simulated,
@@ -186,7 +191,11 @@ def verify_values(
     sizes = sizes_of(workload, job.sizes)
     check_workload(workload, sizes, progress)
     if not job.sizes:
-        sizes = smaller_sizes(workload, found, job.step_seconds, job.seconds, job.steps)
+        steps = job.steps if workload.trains else 1
+        sizes = smaller_sizes(workload, found, job.step_seconds, job.seconds, steps)
+    if not workload.trains:
+        progress("outputs")
+        return ValuesCheck(sizes=sizes, outputs=compare_outputs(workload, found.apply(workload), sizes, found.numerics))
     gradients, losses, notes = compare(
         workload, found, sizes, steps=job.steps, seconds=job.seconds, progress=progress
     )
@@ -207,6 +216,22 @@ def verify_values(
     )
 
 
+def choose_tile(
+    workload: Workload, device: DeviceBackend, job: ChooseTileJob, progress: Progress
+) -> ChosenTile:
+    """The quickest tile for a packed model and what was asked about it."""
+    question = workload.batch(batch_size=1)
+    return quickest_tile(device, workload.model, question, job.memory.budget, progress)
+
+
+def choose_chunk(
+    workload: Workload, device: DeviceBackend, job: ChooseChunkJob, progress: Progress
+) -> ChosenChunk:
+    """The quickest size of chunks for a packed model and a call."""
+    question = workload.batch(batch_size=1)
+    return quickest_chunk(device, workload.model, question, job.memory.budget, progress)
+
+
 TASKS: dict[str, tuple[type[PlannerJob], Callable[..., Any]]] = {
     "plan": (PlanJob, plan),
     "fit": (FitJob, fit),
@@ -214,6 +239,8 @@ TASKS: dict[str, tuple[type[PlannerJob], Callable[..., Any]]] = {
     "measure": (MeasureJob, measure),
     "verify-memory": (VerifyMemoryJob, verify_memory),
     "verify-values": (VerifyValuesJob, verify_values),
+    "choose-tile": (ChooseTileJob, choose_tile),
+    "choose-chunk": (ChooseChunkJob, choose_chunk),
 }
 """The kinds of job, and what does each."""
 

@@ -260,6 +260,24 @@ class VerifyValuesJob(PlannerJob):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ChooseTileJob(PlannerJob):
+    """The quickest tile for a model and an input, which the target holds, within what torch may reserve.
+
+    Attributes:
+        memory: its budget is what torch may reserve, without the context.
+    """
+
+    task: str = "choose-tile"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChooseChunkJob(PlannerJob):
+    """The quickest size of chunks for a model and a call, which the target holds; `memory` as of a `ChooseTileJob`."""
+
+    task: str = "choose-chunk"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Answer(Generic[Found]):
     """What the child found.
 

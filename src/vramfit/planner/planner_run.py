@@ -267,6 +267,7 @@ def verify_in_child(
         simulated=simulated,
         gradients=values.gradients,
         losses=values.losses,
+        outputs=values.outputs,
         sizes=values.sizes,
         numerics=plan.numerics,
         skipped=values.skipped,

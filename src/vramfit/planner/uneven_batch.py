@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
-from vramfit.techniques.micro_batching import Cut, mapped
+from vramfit.techniques.micro_batching import Cut
 from vramfit.workload import Batch
+from vramfit.workload.containers import mapped
 
 IGNORED = (-100, -1, 255, 0)
 """Labels that losses leave out: torch's default, nanoGPT's, that of segmentation, and the number of padding."""

@@ -32,18 +32,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from vramfit.planner.devices.cost import DeviceBackend
+from vramfit.planner.output_check import OutputCheck
 from vramfit.planner.plan_file import PlanFigures
 from vramfit.planner.plans import Plan
+from vramfit.planner.promised_errors import allowed_error
 from vramfit.planner.trial_attempts import silence_dropout
 from vramfit.techniques import Numerics, live_of
 from vramfit.techniques.micro_batching import batch_size_name
 from vramfit.workload import State, Workload
-
-ROUNDING_ERROR = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""Part of a gradient's norm by which another order of sums may change it, by the dtype of the parameter."""
-
-PRECISION_ERROR = 0.1
-"""Part of a gradient's norm by which bfloat16 products may change it: 8 bits of mantissa, through some dozen layers."""
 
 TINY = 1e-6
 """Part of the largest gradient's norm that is rounding: some units of float32."""
@@ -134,16 +130,17 @@ class LossCheck:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ValuesCheck:
-    """What a comparison of gradients and losses came to.
+    """What a comparison of gradients and losses, or of the outputs of inference, came to.
 
     Attributes:
-        gradients, losses: what was compared; None for nothing.
+        gradients, losses, outputs: what was compared; None for nothing.
         skipped: why nothing was compared; empty where something was.
     """
 
     sizes: Mapping[str, int]
     gradients: GradientCheck | None = None
     losses: LossCheck | None = None
+    outputs: OutputCheck | None = None
     skipped: str = ""
     notes: tuple[str, ...] = ()
 
@@ -157,7 +154,8 @@ class Verification:
         measured: its memory and time on this machine's card; None where there is none.
         gradients: None where they were not compared; `skipped` says why.
         losses: None where they were not compared; `skipped` says why.
-        sizes: of the batches that gradients and losses were computed for.
+        outputs: of inference; None for a workload that trains, or where they were not compared.
+        sizes: of the batches that values were computed for.
         numerics: what the plan promises.
         skipped: why values were not compared; empty where they were.
         notes: what was changed for the comparison, a sentence each.
@@ -171,9 +169,10 @@ class Verification:
     skipped: str = ""
     notes: tuple[str, ...] = ()
     measured: Measured | None = None
+    outputs: OutputCheck | None = None
 
     def __repr__(self) -> str:
-        names = ("simulated", "measured", "gradients", "losses")
+        names = ("simulated", "measured", "gradients", "losses", "outputs")
         parts = {name: getattr(self, name) for name in names}
         results = ", ".join(
             f"{name} {'pass' if part.passes else 'fail'}" for name, part in parts.items() if part is not None
@@ -183,7 +182,7 @@ class Verification:
     @property
     def passes(self) -> bool:
         """Whether everything that was looked at keeps its promise."""
-        parts = (self.simulated, self.measured, self.gradients, self.losses)
+        parts = (self.simulated, self.measured, self.gradients, self.losses, self.outputs)
         return all(part.passes for part in parts if part is not None)
 
 
@@ -339,14 +338,14 @@ def judge_gradients(
     """
     equal, passes = 0, set(plain) == set(planned)
     largest = max((float(value.norm()) for value in plain.values()), default=0.0)
-    worst, nearest, limit = _Difference(), -1.0, _allowed(numerics, torch.float32)
+    worst, nearest, limit = _Difference(), -1.0, allowed_error(numerics, torch.float32)
     tiny, noise = TINY * largest, (_BFLOAT16 if numerics is Numerics.PRECISION else TINY) * largest
     for name, reference in plain.items():
         other = planned.get(name)
         if other is not None and torch.equal(reference, other):
             equal += 1
             continue
-        allowed = _allowed(numerics, (dtypes or {}).get(name, torch.float32))
+        allowed = allowed_error(numerics, (dtypes or {}).get(name, torch.float32))
         found = _difference(name, reference, other, tiny, noise / (allowed or 1.0))
         if (share := found.error / (allowed or 1.0)) > nearest:
             worst, nearest, limit = found, share, allowed
@@ -389,15 +388,6 @@ def _difference(
     error = difference / scale if scale else math.inf
     error = math.inf if math.isnan(error) else error
     return _Difference(name=name, difference=difference, norm=norm, error=error, tiny=norm <= tiny)
-
-
-def _allowed(numerics: Numerics, dtype: torch.dtype) -> float | None:
-    return {
-        Numerics.BITWISE: 0.0,
-        Numerics.ROUNDING: ROUNDING_ERROR.get(dtype, ROUNDING_ERROR[torch.float32]),
-        Numerics.PRECISION: PRECISION_ERROR,
-        Numerics.APPROXIMATE: None,
-    }[numerics]
 
 
 def judge_losses(plain: list[float], planned: list[float], numerics: Numerics) -> LossCheck:

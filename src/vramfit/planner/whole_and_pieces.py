@@ -30,9 +30,9 @@ from vramfit.techniques.micro_batching import (
     batch_norms,
     batch_size_name,
     find_cut,
-    mapped,
 )
 from vramfit.workload import Batch, Workload
+from vramfit.workload.containers import mapped
 
 EXAMPLES = 4
 """In the batch that is tried: one in the first piece and the rest in the second, so that means and sums differ."""

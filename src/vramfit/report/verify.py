@@ -95,7 +95,7 @@ def _measured(found: Measured, width: int) -> Iterator[Text]:
 def _values(found: Verification) -> Iterator[Text]:
     sizes = ", ".join(f"{name} {value:,}" for name, value in found.sizes.items())
     if found.skipped:
-        yield Text(f"gradients and losses were not compared: {found.skipped}", style="dim")
+        yield Text(f"values were not compared: {found.skipped}", style="dim")
     if found.gradients is not None:
         one = found.gradients
         told = f"{one.equal} of {one.parameters} equal bit for bit"
@@ -115,6 +115,19 @@ def _values(found: Verification) -> Iterator[Text]:
             ("losses ", "bold"),
             f"of {len(one_curve.plain)} steps: from {one_curve.plain[0]:.4g} to {one_curve.plain[-1]:.4g} plain, "
             f"to {one_curve.planned[-1]:.4g} with the plan",
+        )
+    if found.outputs is not None:
+        told = f"{found.outputs.equal} of {found.outputs.outputs} equal bit for bit"
+        if found.outputs.equal < found.outputs.outputs:
+            told += f"; the most that one differs: {found.outputs.worst:.2g} of its norm"
+            told += f", {found.outputs.largest:.2g} of its largest value"
+            told += f" ({found.outputs.worst_name})" if found.outputs.worst_name else ""
+        if found.outputs.allowed:
+            told += f", {found.outputs.allowed:g} promised"
+        yield Text.assemble(
+            _mark(found.outputs.passes),
+            ("outputs ", "bold"),
+            f"({found.numerics.value}) on the CPU at {sizes}: {told}",
         )
 
 

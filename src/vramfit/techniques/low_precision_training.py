@@ -14,14 +14,17 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from vramfit.errors import UsageError
 from vramfit.techniques.core.attached_program import AttachedProgram, AttachStage
 from vramfit.techniques.core.model_profile import Profile
-from vramfit.techniques.core.surround import plain_class
 from vramfit.techniques.core.technique import Numerics, Promise, Setting, Technique
 from vramfit.techniques.optimizer_offload import HostOptimizer
 from vramfit.techniques.support.casting import (
     HALVES,
+    KEPT_BUFFERS,
     cast_tensors,
     device_type_of,
     find_islands,
+    flatten_recurrent,
+    is_norm,
+    put_values,
     surround_loss,
 )
 from vramfit.techniques.support.float32_steps import Float32Steps, is_elementwise, join_, resting_dtype, split
@@ -113,15 +116,13 @@ class LowPrecisionTraining(Technique[LowPrecisionTrainingSetting]):
     }
 
     def options(self, profile: Profile) -> Iterator[LowPrecisionTrainingSetting]:
-        """Float32 weights, then with states in bfloat16, then stochastic rounding; without training, the cast alone."""
+        """Float32 weights, then with states in bfloat16, then stochastic rounding; for training alone."""
         able = profile.device_type == "cpu" or profile.capability >= _BFLOAT16_FROM
         if not able or not any(p.dtype is torch.float32 for p in profile.model.parameters()):
             return
         # Statistics of batch norm are sums of many small changes; they cost nothing worth saving.
         norms = any(isinstance(module, _NormBase) for module in profile.model.modules())
-        if not profile.trains:
-            yield LowPrecisionTrainingSetting(master=Master.NONE, float32_norms=norms)
-        elif not profile.own_step and _is_steppable(profile.optimizer):
+        if profile.trains and not profile.own_step and _is_steppable(profile.optimizer):
             yield LowPrecisionTrainingSetting(float32_norms=norms)
             yield LowPrecisionTrainingSetting(bfloat16_states=True, float32_norms=norms)
             yield LowPrecisionTrainingSetting(
@@ -258,8 +259,6 @@ def _cast_states(optimizer: torch.optim.Optimizer, dtype_of: Callable[[torch.Ten
 
 _WIDER = frozenset({torch.float16, torch.float32, torch.float64})
 _FLOAT32 = frozenset({torch.float32})
-# Frequencies of rotary embeddings, in the models of transformers: angles are multiples of them, in float32.
-_KEPT_BUFFERS = ("inv_freq", "original_inv_freq")
 
 
 class HalfModel:
@@ -324,9 +323,9 @@ class Casts:
                     half, self.remainders[tensor] = split(tensor.detach())
                 else:
                     half = tensor.detach().to(torch.bfloat16)
-                _put(tensor, half)
+                put_values(tensor, half)
                 self.tensors[tensor] = None
-        _flatten(model)
+        flatten_recurrent(model)
 
     def undo(self, model: nn.Module) -> None:
         """Cast back, with the lost bits where they were kept."""
@@ -336,37 +335,13 @@ class Casts:
             lost = self.remainders.pop(tensor, None)
             if lost is not None:
                 join_(wide, lost.to(wide.device))
-            _put(tensor, wide)
-        _flatten(model)
-
-
-def is_norm(module: nn.Module) -> bool:
-    """Whether it is a normalisation with parameters or statistics of its own, of whatever library."""
-    return (
-        "norm" in plain_class(module).__name__.lower()
-        and next(module.children(), None) is None
-        and any(tensor is not None for tensor in (*module.parameters(), *module.buffers()))
-    )
+            put_values(tensor, wide)
+        flatten_recurrent(model)
 
 
 def _tensors(model: nn.Module) -> Iterator[torch.Tensor]:
     """All parameters and buffers, once each."""
     yield from model.parameters()
     for name, buffer in model.named_buffers():
-        if name.rpartition(".")[2] not in _KEPT_BUFFERS:
+        if name.rpartition(".")[2] not in KEPT_BUFFERS:
             yield buffer
-
-
-def _put(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    """Give a tensor other values of another dtype; its gradient follows."""
-    gradient, tensor.grad = tensor.grad, None
-    tensor.data = values
-    if gradient is not None:
-        tensor.grad = gradient.to(values.dtype)
-
-
-def _flatten(model: nn.Module) -> None:
-    """Lay the weights of recurrent layers out as cuDNN wants them, as ``Module.to`` does."""
-    for module in model.modules():
-        if isinstance(module, nn.RNNBase):
-            module.flatten_parameters()

@@ -5,11 +5,9 @@ A batch is cut along its batch dimension, whatever containers it is in; the dime
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
@@ -25,6 +23,7 @@ from vramfit.techniques.core.attached_program import AttachedProgram, AttachStag
 from vramfit.techniques.core.model_profile import Profile
 from vramfit.techniques.core.technique import Numerics, Promise, Setting, Technique
 from vramfit.workload import Batch
+from vramfit.workload.containers import mapped
 
 
 class Reduction(Enum):
@@ -323,26 +322,6 @@ def find_cut(batch: Batch, uncut: tuple[str, ...] = ()) -> Cut:
         f"a batch of type {type(batch).__name__} has no tensor with a batch dimension",
         "Give micro-batching tensors, or tuples, lists, dicts or dataclasses of them",
     )
-
-
-def mapped(batch: Batch, part: Callable[[str, Any], Any]) -> Batch:
-    """A batch of the same containers with `part` of each entry, by its name or number; what has none is itself."""
-    if isinstance(batch, Mapping):
-        made: Any = copy.copy(batch)
-        for name in list(batch):
-            made[name] = part(str(name), batch[name])
-        return made
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(part(name, getattr(batch, name)) for name in batch._fields))
-    if isinstance(batch, list | tuple):
-        return type(batch)(part(str(number), value) for number, value in enumerate(batch))
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        made = copy.copy(batch)
-        for field in dataclasses.fields(batch):
-            # A frozen dataclass allows no other way to the same class, and its own __init__ may do more than assign.
-            object.__setattr__(made, field.name, part(field.name, getattr(batch, field.name)))
-        return made
-    return batch
 
 
 def entry(batch: Batch, name: str) -> Any:

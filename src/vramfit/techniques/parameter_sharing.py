@@ -44,7 +44,8 @@ class ParameterSharing(Technique[SharingSetting]):
     before ``save_pretrained``, which refuses tensors that share memory.
 
     Values are compared where the model is made, on the CPU. On the virtual GPU parameters have no values, there or
-    anywhere: equal frozen parameters are shared only where `shared` names them, equal buffers are found.
+    anywhere: equal frozen parameters are shared only where `shared` names them, equal buffers are found. For inference,
+    where no parameter changes, plans take tensor-sharing.
     """
 
     name: ClassVar[str] = "parameter-sharing"
@@ -55,8 +56,8 @@ class ParameterSharing(Technique[SharingSetting]):
     follows: ClassVar[str | None] = "fused-norms"
 
     def options(self, profile: Profile) -> Iterable[SharingSetting]:
-        """All, where some tensors are equal, or could be and have no values to tell."""
-        if _equal(profile.model, unknown=True):
+        """All, where some tensors are equal, or could be and have no values to tell; for training alone."""
+        if profile.trains and _equal(profile.model, unknown=True):
             yield SharingSetting()
 
     def attach(self, live: AttachedProgram, setting: SharingSetting) -> None:

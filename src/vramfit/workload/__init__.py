@@ -172,15 +172,13 @@ class Workload:
         Returns:
             the loss without its graph, what ``step`` returned, or None without a loss.
         """
-        import torch
-
+        if not self.trains:
+            self.run_forward(state, sizes)
+            return None
         batch = to_device(self.batch(**sizes), state.device)
         if self.step is not None:
             return self.step(state, batch)
-        if self.loss is None:
-            with torch.no_grad():
-                call_model(state.model, batch)
-            return None
+        assert self.loss is not None
         loss = self.loss(state.model, batch)
         check_loss(loss)
         loss.backward()
@@ -191,6 +189,14 @@ class Workload:
         else:
             state.model.zero_grad(set_to_none=True)
         return loss
+
+    def run_forward(self, state: State, sizes: Mapping[str, int]) -> Any:
+        """What the model gives for a batch at these sizes, without gradients."""
+        import torch
+
+        batch = to_device(self.batch(**sizes), state.device)
+        with torch.no_grad():
+            return call_model(state.model, batch)
 
 
 def grouped(model: nn.Module, groups: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -86,8 +86,11 @@ class AttachedProgram:
         steps_in_backward: whether the optimizer steps in the backward pass, so that gradients never are together.
         clip: cuts all gradients to a norm, where they are not those of the model's parameters; None leaves it to torch.
         frees_input: whether a batch may go as soon as the forward pass is over.
+        host_inputs: whether a batch without a loss stays on the CPU, as what surrounds the model brings to the device
+            what it needs; otherwise the whole batch is moved there before the model is called.
         loss_surroundings: what surrounds the computation of the loss in a workload, and the forward pass where it has
             no loss, the innermost first; each is given a function without arguments that computes it.
+        preparing: each is given a workload's batch on the host, without training, and returns what goes to the device.
         gathering: called when the gradients of a step are complete, before they are unscaled or cut: what keeps some
             elsewhere brings them to the parameters.
         before_step: called before the optimizer steps, after gradients are unscaled.
@@ -111,7 +114,9 @@ class AttachedProgram:
         self.steps_in_backward = False
         self.clip: Callable[[float], Any] | None = None
         self.frees_input = False
+        self.host_inputs = False
         self.loss_surroundings: list[Callable[[Callable[[], Any]], Any]] = []
+        self.preparing: list[Callable[[Batch], Batch]] = []
         self.gathering: list[Callable[[], None]] = []
         self.before_step: list[Callable[[], None]] = []
         self.after_step: list[Callable[[], None]] = []
@@ -349,6 +354,12 @@ class AttachedProgram:
 
         found: torch.Tensor = self.surrounded(compute)
         return found
+
+    def prepared(self, batch: Batch) -> Batch:
+        """A workload's batch as it goes to the device."""
+        for change in self.preparing:
+            batch = change(batch)
+        return batch
 
     def surrounded(self, compute: Callable[[], Any]) -> Any:
         """What `compute` gives inside the surroundings of the loss."""

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from vramfit.techniques.core.samples import Samples
+
 ALWAYS = 1 << 62
 """Later than any operation or node."""
 
@@ -136,6 +138,7 @@ class Profile:
         blocks: parts of the model in the order in which they run.
         link_bytes_per_second: between the host's pinned memory and the card.
         host_peak_bytes: most bytes that were pinned on the host, and what else techniques hold there.
+        samples: models and batches to try, where the workload does not train; None where nobody gives any.
     """
 
     model: nn.Module
@@ -158,3 +161,4 @@ class Profile:
     blocks: tuple[ModelBlock, ...] = ()
     link_bytes_per_second: float = 0.0
     host_peak_bytes: int = 0
+    samples: Samples | None = None

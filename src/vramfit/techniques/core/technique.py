@@ -92,6 +92,7 @@ class Technique(ABC, Generic[S]):
             for the first of all, empty where any place after the others will do.
         quickens: whether it may make a step quicker by itself, and not only by the memory that it leaves to others.
         on_request: whether a plan considers it only where it is named among the allowed ones.
+        least: the least that its settings change: a plan that may not change so much does not ask it.
         redraws: whether random layers draw other numbers than in the plain program, of the same distribution.
         excludes: names of techniques that it cannot be combined with, each with the reason.
     """
@@ -104,6 +105,7 @@ class Technique(ABC, Generic[S]):
     follows: ClassVar[str | None] = ""
     quickens: ClassVar[bool] = False
     on_request: ClassVar[bool] = False
+    least: ClassVar[Numerics] = Numerics.BITWISE
     redraws: ClassVar[bool] = False
     excludes: ClassVar[Mapping[str, str]] = types.MappingProxyType({})
 
@@ -263,15 +265,19 @@ class AppliedWorkload(Workload):
 
     def run_step(self, state: State, sizes: Mapping[str, int]) -> Any:
         """One step at these sizes, as the techniques want it."""
-        if self.step is not None:
+        if self.step is not None or self.loss is None:
             return Workload.run_step(self, state, sizes)
         live: AttachedProgram = state.extra[_LIVE]
-        if self.loss is None:
-            batch = to_device(self.batch(**sizes), state.device)
-            with torch.no_grad():
-                live.surrounded(lambda: call_model(state.model, batch))
-            return None
         return live.train_step(self.loss, self.batch(**sizes), lambda batch: to_device(batch, state.device))
+
+    def run_forward(self, state: State, sizes: Mapping[str, int]) -> Any:
+        """What the model gives for a batch at these sizes, as the techniques want it."""
+        live: AttachedProgram = state.extra[_LIVE]
+        batch = live.prepared(self.batch(**sizes))
+        if not live.host_inputs:
+            batch = to_device(batch, state.device)
+        with torch.no_grad():
+            return live.surrounded(lambda: call_model(state.model, batch))
 
 
 def live_of(state: State) -> AttachedProgram | None:

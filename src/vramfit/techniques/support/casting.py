@@ -15,23 +15,25 @@ from vramfit.techniques.core.attached_program import AttachedProgram
 from vramfit.techniques.core.surround import plain_class
 
 HALVES = frozenset({torch.bfloat16, torch.float16})
+# Frequencies of rotary embeddings, in the models of transformers: angles are multiples of them, in float32.
+KEPT_BUFFERS = ("inv_freq", "original_inv_freq")
 
 
-def cast_tensors(tree: Any, of: frozenset[torch.dtype], dtype: torch.dtype) -> Any:
-    """The tensors of some dtypes as another, in tuples, lists and dicts; everything else as it is.
+def map_tensors(tree: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """What `change` makes of each tensor in tuples, lists and dicts; everything else as it is.
 
     A container in which nothing changes is given back itself; of the others a copy is, so that a dict of a class of
     its own (an output of transformers) keeps its class and its attributes.
     """
     if isinstance(tree, torch.Tensor):
-        return tree.to(dtype) if tree.dtype in of else tree
+        return change(tree)
     if isinstance(tree, tuple | list):
-        items = [cast_tensors(item, of, dtype) for item in tree]
+        items = [map_tensors(item, change) for item in tree]
         if all(new is old for new, old in zip(items, tree, strict=True)):
             return tree
         return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
     if isinstance(tree, MutableMapping):
-        found = {key: cast_tensors(value, of, dtype) for key, value in tree.items()}
+        found = {key: map_tensors(value, change) for key, value in tree.items()}
         if all(new is tree[key] for key, new in found.items()):
             return tree
         other = copy.copy(tree)
@@ -39,6 +41,11 @@ def cast_tensors(tree: Any, of: frozenset[torch.dtype], dtype: torch.dtype) -> A
             other[key] = value
         return other
     return tree
+
+
+def cast_tensors(tree: Any, of: frozenset[torch.dtype], dtype: torch.dtype) -> Any:
+    """The tensors of some dtypes as another, in the containers that `map_tensors` knows."""
+    return map_tensors(tree, lambda tensor: tensor.to(dtype) if tensor.dtype in of else tensor)
 
 
 def device_type_of(module: nn.Module, inputs: Any) -> str:
@@ -116,3 +123,27 @@ def router_kinds(model: nn.Module) -> tuple[str, ...]:
     """
     kinds = {plain_class(module).__name__ for module in model.modules()}
     return tuple(sorted(kind for kind in kinds if kind.endswith("Router")))
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether it is a normalisation with parameters or statistics of its own, of whatever library."""
+    return (
+        "norm" in plain_class(module).__name__.lower()
+        and next(module.children(), None) is None
+        and any(tensor is not None for tensor in (*module.parameters(), *module.buffers()))
+    )
+
+
+def put_values(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Give a tensor other values of another dtype; its gradient follows."""
+    gradient, tensor.grad = tensor.grad, None
+    tensor.data = values
+    if gradient is not None:
+        tensor.grad = gradient.to(values.dtype)
+
+
+def flatten_recurrent(model: nn.Module) -> None:
+    """Lay the weights of recurrent layers out as cuDNN wants them, as ``Module.to`` does."""
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters()

@@ -1,0 +1,1 @@
+"""Inference within a budget: what tiles take, beside what others do."""

@@ -1,0 +1,102 @@
+"""What tiles a model needs: how far a value of its result sees, and at which steps its tiles may begin."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from vramfit.errors import UsageError
+from vramfit.inference.receptive_field import LocalityKind, probe
+
+_EXAMPLE = {1: 512, 2: 128, 3: 64}
+"""Length of the input that a model is probed with, by spatial axes."""
+
+_CONVOLUTIONS = {
+    nn.Conv1d: 1,
+    nn.Conv2d: 2,
+    nn.Conv3d: 3,
+    nn.ConvTranspose1d: 1,
+    nn.ConvTranspose2d: 2,
+    nn.ConvTranspose3d: 3,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TileNeeds:
+    """What tiles of an exact grid need.
+
+    Attributes:
+        halo: along each axis, in steps of the input.
+        stride: tiles begin at its multiples.
+    """
+
+    halo: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+def probe_needs(model: Any, channels: int, axes: int, device: torch.device) -> TileNeeds:
+    """What a model's tiles need, from a probe of the model.
+
+    Args:
+        model: on the device.
+        channels: of its input.
+        axes: spatial axes.
+
+    Raises:
+        UsageError: a value of the result depends on the whole input.
+    """
+    example = torch.zeros(1, channels, *(_EXAMPLE[axes],) * axes, device=device)
+    locality = probe(model, example)
+    if locality.kind is not LocalityKind.LOCAL:
+        why = f" ({locality.why})" if locality.why else ""
+        raise UsageError(
+            f"a value of the model's result depends on more than its surroundings{why}: no halo is enough for tiles",
+            "Give overlap for tiles that are blended, which is another result; or run it layer by layer",
+        )
+    if any(rows for output in locality.shrink for rows in output):
+        raise UsageError(
+            "the model cuts edges off: its result is shorter than its input's length times a scale",
+            "Pad its convolutions",
+        )
+    if locality.mixes_batch:
+        raise UsageError(
+            "an example's result depends on the other examples of its batch", "Call model.eval() first"
+        )
+    return TileNeeds(halo=tuple(map(max, locality.halo)), stride=tuple(locality.alignment))
+
+
+def convolution_axes(model: Any) -> int:
+    """Spatial axes of a model's convolutions; 0 where it has none, or of several kinds."""
+    if not isinstance(model, nn.Module):
+        return 0
+    found = {
+        axes for module in model.modules() for kind, axes in _CONVOLUTIONS.items() if isinstance(module, kind)
+    }
+    return found.pop() if len(found) == 1 else 0
+
+
+def input_channels(model: nn.Module) -> int:
+    """Channels that the first of a model's convolutions takes; 0 where it has none."""
+    for module in model.modules():
+        if isinstance(module, tuple(_CONVOLUTIONS)):
+            return int(vars(module)["in_channels"])
+    return 0
+
+
+def strides_by_modules(model: Any) -> int:
+    """A multiple of a model's total stride: the product of the strides of its convolutions and poolings.
+
+    Branches side by side count twice, which makes tiles begin at coarser steps than they would have to. What a model
+    strides by without a module for it (``x[..., ::2]``, ``F.max_pool2d``) is not seen.
+    """
+    product = 1
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    for module in modules:
+        if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) or "Pool" in type(module).__name__:
+            stride = getattr(module, "stride", 1)
+            values = stride if isinstance(stride, tuple) else (stride,)
+            product *= max((one for one in values if isinstance(one, int)), default=1)
+    return product

@@ -1,0 +1,123 @@
+"""Asks another process, on the virtual GPU, about a live model: for which card, within what, and what is remembered."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from vramfit.arguments import size_argument
+from vramfit.errors import UnknownGpuError, UsageError
+from vramfit.gpus import GpuSpec, find_gpu
+from vramfit.launch.job import Failure
+from vramfit.planner.packed_model import pack
+from vramfit.planner.planner_job import MARGIN, DeviceMemory, Found, PlannerJob
+from vramfit.planner.planner_run import run_task
+
+Progress = Callable[[str], None]
+
+_answers: dict[str, Any] = {}
+"""What was found in this process, by what was asked."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LiveModel:
+    """A model in this process, and where what is asked about it has to fit.
+
+    Attributes:
+        device: where the model computes.
+        budget: bytes that torch may reserve on the device, the model included; None for what is free there, less 2 %.
+        gpu: the card that is asked about; None for the device's own.
+    """
+
+    model: nn.Module
+    device: torch.device
+    budget: str | float | None = None
+    gpu: str | os.PathLike[str] | GpuSpec | None = None
+
+    def memory(self) -> DeviceMemory:
+        """The card, and what torch may reserve there.
+
+        Raises:
+            UsageError: the device's own card is none that vramfit knows, or it is the CPU and no budget was given.
+        """
+        card = _card(self.device, self.gpu)
+        limit = _limit(self.model, self.device, card, self.budget, own=self.gpu is None)
+        return DeviceMemory(device="cpu" if card is None else "cuda", gpu=card, budget=limit)
+
+
+def asked_about(
+    live: LiveModel,
+    question: Any,
+    job: Callable[[str, DeviceMemory], PlannerJob],
+    kind: type[Found],
+    progress: Progress | None,
+) -> Found:
+    """What another process finds about a model and a question; the same is asked once.
+
+    Args:
+        job: what to do with the packed model, named by its file.
+
+    Raises:
+        UsageError: the model or the question cannot go to another process, or nothing fits.
+        VramfitError: the model fails.
+    """
+    memory = live.memory()
+    with tempfile.TemporaryDirectory(prefix="vramfit-") as name:
+        target = pack(live.model, question, Path(name))
+        packed = Path(name, "packed.pickle").read_bytes()
+        key = hashlib.sha256(packed + repr((kind.__name__, memory)).encode()).hexdigest()
+        if key not in _answers:
+            answer = run_task(job(target, memory), kind, progress)
+            if isinstance(answer, Failure):
+                raise answer.error()
+            _answers[key] = answer.found
+    found: Found = _answers[key]
+    return found
+
+
+def _card(device: torch.device, gpu: str | os.PathLike[str] | GpuSpec | None) -> GpuSpec | None:
+    """The card that is asked about; None for the CPU.
+
+    Raises:
+        UsageError: the device's own card is none that vramfit knows.
+    """
+    if gpu is not None:
+        return find_gpu(gpu)
+    if device.type == "cpu":
+        return None
+    name = torch.cuda.get_device_name(device)
+    try:
+        return replace(find_gpu(name), total_bytes=torch.cuda.mem_get_info(device)[1])
+    except UnknownGpuError as error:
+        raise UsageError(
+            f"the card {name} is not in the catalogue", "Say which one comes near: gpu=, or give tile="
+        ) from error
+
+
+def _limit(
+    model: nn.Module, device: torch.device, card: GpuSpec | None, budget: str | float | None, *, own: bool
+) -> int:
+    """Bytes that torch may reserve.
+
+    Raises:
+        UsageError: it is for the CPU, and no budget was given.
+    """
+    if budget is not None:
+        return size_argument("budget", budget)
+    if card is None:
+        raise UsageError("nothing says how large the parts of the input may be",
+            'Give their size, or a budget such as budget="2GiB"',)
+    if not own or device.type != "cuda":
+        return card.total_bytes - card.typical_context_bytes - round(MARGIN * card.total_bytes)
+    free, total = torch.cuda.mem_get_info(device)
+    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    there = sum(one.nbytes for one in {*model.parameters(), *model.buffers()} if one.device == device)
+    return max(1, free + held + there - round(MARGIN * total))
