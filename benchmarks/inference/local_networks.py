@@ -29,7 +29,9 @@ class LocalNetwork:
     shape: tuple[int, ...]
 
 
-def _act(kernel: int, inside: int, outside: int, *, dims: int = 2, stride: int = 1, dilation: int = 1) -> nn.Sequential:
+def _act(
+    kernel: int, inside: int, outside: int, *, dims: int = 2, stride: int = 1, dilation: int = 1
+) -> nn.Sequential:
     conv = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}[dims]
     padding = dilation * (kernel - 1) // 2
     return nn.Sequential(conv(inside, outside, kernel, stride, padding, dilation), nn.ReLU(inplace=True))
@@ -96,7 +98,11 @@ def srvgg(depth: int) -> nn.Module:
     """The compact network of Real-ESRGAN (Wang et al. 2021, arXiv:2107.10833), four times larger."""
     body = [part for _ in range(depth) for part in (nn.Conv2d(64, 64, 3, padding=1), nn.PReLU(64))]
     return nn.Sequential(
-        nn.Conv2d(3, 64, 3, padding=1), nn.PReLU(64), *body, nn.Conv2d(64, 48, 3, padding=1), nn.PixelShuffle(4)
+        nn.Conv2d(3, 64, 3, padding=1),
+        nn.PReLU(64),
+        *body,
+        nn.Conv2d(64, 48, 3, padding=1),
+        nn.PixelShuffle(4),
     )
 
 
@@ -106,7 +112,8 @@ class _Dense(nn.Module):
     def __init__(self, width: int = 64, grow: int = 32) -> None:
         super().__init__()
         self.parts = nn.ModuleList(
-            nn.Conv2d(width + number * grow, grow if number < 4 else width, 3, padding=1) for number in range(5)
+            nn.Conv2d(width + number * grow, grow if number < 4 else width, 3, padding=1)
+            for number in range(5)
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -133,7 +140,9 @@ def rrdb(depth: int) -> nn.Module:
 def dncnn(depth: int) -> nn.Module:
     """Zhang et al. 2017, arXiv:1608.03981."""
     return _Sum(
-        nn.Sequential(_act(3, 1, 64), *(_normed(64, 64) for _ in range(depth - 2)), nn.Conv2d(64, 1, 3, padding=1))
+        nn.Sequential(
+            _act(3, 1, 64), *(_normed(64, 64) for _ in range(depth - 2)), nn.Conv2d(64, 1, 3, padding=1)
+        )
     )
 
 
@@ -158,7 +167,9 @@ def dilated(classes: int) -> nn.Module:
 class _UNet(nn.Module):
     """An encoder and a decoder with skips (Ronneberger et al. 2015, arXiv:1505.04597), or with sums in their place."""
 
-    def __init__(self, dims: int, widths: tuple[int, ...], channels: int, classes: int, *, sums: bool = False) -> None:
+    def __init__(
+        self, dims: int, widths: tuple[int, ...], channels: int, classes: int, *, sums: bool = False
+    ) -> None:
         super().__init__()
         up = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}[dims]
         last = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}[dims]
@@ -167,7 +178,9 @@ class _UNet(nn.Module):
         for before, width in zip((channels, *widths), widths, strict=False):
             stride = 1 if before == channels else 2
             self.down.append(
-                nn.Sequential(_normed(before, width, dims=dims, stride=stride), _normed(width, width, dims=dims))
+                nn.Sequential(
+                    _normed(before, width, dims=dims, stride=stride), _normed(width, width, dims=dims)
+                )
             )
         pairs = list(zip(widths[::-1], widths[-2::-1], strict=False))
         self.up = nn.ModuleList(up(before, width, 2, 2) for before, width in pairs)

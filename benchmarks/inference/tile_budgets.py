@@ -1,11 +1,11 @@
-"""Thirty networks at five budgets each: is the chosen tile as quick as the best that brute force finds, and does it fit?
+"""Thirty networks at five budgets each: is the chosen tile as quick as the best of brute force, and does it fit?
 
     python benchmarks/inference/tile_budgets.py [--only PATTERN ...] [--json FILE] [--card NAME]
 
-Budgets are 1/2, 1/4, 1/8, 1/16 and 1/32 of what the whole image reserves, those left out that no tile keeps. Brute force
-runs up to 60 tiles of all sizes, with 1 to 16 together. Two formulas stand beside it: chaiNNer's, which multiplies the
-model's bytes by the image's (backend/src/nodes/impl/upscale/auto_split_tiles.py), and ComfyUI's, which begins with tiles
-of 512 and halves them each time it runs out (comfy_extras/nodes_upscale_model.py); their tiles are run with the same
+Budgets are 1/2, 1/4, 1/8, 1/16 and 1/32 of what the whole image reserves, those left out that no tile keeps. Brute
+force runs up to 60 tiles of all sizes, with 1 to 16 together. Two formulas stand beside it: chaiNNer's, which
+multiplies the model's bytes by the image's (backend/src/nodes/impl/upscale/auto_split_tiles.py), and ComfyUI's, which
+begins with tiles of 512 and halves them each time it runs out (comfy_extras/nodes_upscale_model.py); their tiles are run with the same
 engine, in the same run. Bytes are what torch reserves on the virtual card, seconds are simulated on it.
 """
 
@@ -180,7 +180,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there too")
     options = parser.parse_args(arguments)
     rows: list[Row] = []
-    print("| network | budget | tile | reserved | seconds | best of brute force | runs | chaiNNer | ComfyUI |")
+    print(
+        "| network | budget | tile | reserved | seconds | best of brute force | runs | chaiNNer | ComfyUI |"
+    )
     print("|---|---|---|---|---|---|---|---|---|")
     for name, network in NETWORKS.items():
         if options.only and not any(fnmatch(name, pattern) for pattern in options.only):

@@ -78,7 +78,7 @@ def test_a_tile_is_chosen_and_its_budget_kept() -> None:
     assert max(found.tile) < 3000
     assert len(told) == found.runs
     # A budget that the smallest tile needs more than is refused with what it takes.
-    with pytest.raises(UsageError, match="more than the budget of 1.00 MiB"):
+    with pytest.raises(UsageError, match=r"more than the budget of 1\.00 MiB"):
         choose_tile(_blur(), Blank((3, 64, 64)), TileSettings(), budget="1MiB", gpu="RTX 4090")
 
 

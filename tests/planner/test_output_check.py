@@ -83,7 +83,9 @@ class Amplified(nn.Module):
 def test_rounding_that_a_program_amplifies_itself_is_no_fault_of_a_plan() -> None:
     def workload(shift: float) -> Workload:
         return Workload(
-            model=lambda: Amplified(shift), batch=lambda batch_size: torch.full((batch_size, 1, 999), 0.3), sizes={"batch_size": 1}
+            model=lambda: Amplified(shift),
+            batch=lambda batch_size: torch.full((batch_size, 1, 999), 0.3),
+            sizes={"batch_size": 1},
         )
 
     plain, planned = workload(0.0), workload(1e-7)
@@ -92,7 +94,7 @@ def test_rounding_that_a_program_amplifies_itself_is_no_fault_of_a_plan() -> Non
     assert not found.passes
     assert compare_outputs(plain, planned, sizes, Numerics.ROUNDING).passes
     assert not compare_outputs(plain, planned, sizes, Numerics.BITWISE).passes
-    wrong = Workload(
-        model=lambda: nn.Linear(999, 999), batch=plain.batch, sizes=plain.sizes
-    )
-    assert not compare_outputs(wrong, Workload(model=nn.Identity, batch=plain.batch, sizes=sizes), sizes, Numerics.ROUNDING).passes
+    wrong = Workload(model=lambda: nn.Linear(999, 999), batch=plain.batch, sizes=plain.sizes)
+    assert not compare_outputs(
+        wrong, Workload(model=nn.Identity, batch=plain.batch, sizes=sizes), sizes, Numerics.ROUNDING
+    ).passes

@@ -80,10 +80,12 @@ def structural_fields(model: Callable[..., Any], example: torch.Tensor) -> list[
 
 
 def _hollow(model: nn.Module) -> nn.Module:
-    """A copy of a model whose parameters have no values; small buffers keep theirs, which decide where a model looks."""
+    """A copy of a model whose parameters have no values; small buffers keep theirs: they decide where it looks."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+        memo[id(parameter)] = nn.Parameter(
+            torch.empty_like(parameter, device="meta"), parameter.requires_grad
+        )
     for buffer in model.buffers():
         small = buffer.device.type == "cpu" and type(buffer) is torch.Tensor and buffer.numel() <= _SMALL
         memo[id(buffer)] = buffer.clone() if small else torch.empty_like(buffer, device="meta")
@@ -100,7 +102,9 @@ def _field(model: Callable[..., Any], example: torch.Tensor, dim: int) -> RowFie
         shape[2 + dim] = extent
         source, outputs, norms = _recorded(model, torch.empty(shape, dtype=example.dtype), dim)
         found = _inside(source.node, [output.node for output in outputs], norms)
-        if found is not None and found == known:  # at twice the extent the same: nothing counts from the borders
+        if (
+            found is not None and found == known
+        ):  # at twice the extent the same: nothing counts from the borders
             return found
         known = found
         extent *= 2
@@ -205,7 +209,9 @@ def _inside(source: RowNode, outputs: list[RowNode], norms: Sequence[str]) -> Ro
         alignment=step,
         scales=tuple(scale for scale in scales if scale is not None),
         shrink=tuple(
-            int(extent * scale) - output.rows for (output, _), scale in zip(tables, scales, strict=True) if scale
+            int(extent * scale) - output.rows
+            for (output, _), scale in zip(tables, scales, strict=True)
+            if scale
         ),
         norms=tuple(norms),
     )

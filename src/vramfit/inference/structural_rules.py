@@ -46,7 +46,9 @@ def _convolution(call: RowCall) -> Any:
     dilation = each(call.argument(5, "dilation", 1), spatial)[place]
     reach = dilation * (weight.shape[2 + place] - 1)
     given = call.argument(4, "padding", 0)
-    before = {"valid": 0, "same": reach // 2}.get(given) if isinstance(given, str) else each(given, spatial)[place]
+    before = (
+        {"valid": 0, "same": reach // 2}.get(given) if isinstance(given, str) else each(given, spatial)[place]
+    )
     if before is None:
         return NotImplemented
     like = call.on_meta()
@@ -115,7 +117,9 @@ def _interpolate(call: RowCall) -> Any:
         return NotImplemented
     spatial = len(tensor.node.outline.shape) - 2
     place, mode = _place(tensor, spatial), call.argument(3, "mode", "nearest")
-    wider = {"nearest": 0, "nearest-exact": 0, "linear": 0, "bilinear": 0, "trilinear": 0, "bicubic": 1}.get(mode)
+    wider = {"nearest": 0, "nearest-exact": 0, "linear": 0, "bilinear": 0, "trilinear": 0, "bicubic": 1}.get(
+        mode
+    )
     size, scale = call.argument(1, "size"), call.argument(2, "scale_factor")
     if place is None or wider is None or isinstance(size, torch.Tensor) or isinstance(scale, torch.Tensor):
         return NotImplemented

@@ -89,7 +89,8 @@ def choose_chunk(
     """
     if not isinstance(model, nn.Module):
         raise UsageError(
-            "a size is chosen for a module, whose structure can be looked at", "Give size=, or wrap the function"
+            "a size is chosen for a module, whose structure can be looked at",
+            "Give size=, or wrap the function",
         )
     inputs = tensors_in(call)
     device = settings.device or (inputs[0].device if inputs else torch.device("cpu"))

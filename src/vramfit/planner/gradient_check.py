@@ -94,7 +94,9 @@ def check_promises(workload: Workload, plan: Plan) -> Compared:
     )
     if not choices:
         return Compared(note=left)
-    found = _compared(workload, plan, choices) if workload.trains else _outputs_compared(workload, plan, choices)
+    found = (
+        _compared(workload, plan, choices) if workload.trains else _outputs_compared(workload, plan, choices)
+    )
     return replace(found, note=f"{found.note} {left}".strip())
 
 

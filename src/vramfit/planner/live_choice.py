@@ -113,8 +113,10 @@ def _limit(
     if budget is not None:
         return size_argument("budget", budget)
     if card is None:
-        raise UsageError("nothing says how large the parts of the input may be",
-            'Give their size, or a budget such as budget="2GiB"',)
+        raise UsageError(
+            "nothing says how large the parts of the input may be",
+            'Give their size, or a budget such as budget="2GiB"',
+        )
     if not own or device.type != "cuda":
         return card.total_bytes - card.typical_context_bytes - round(MARGIN * card.total_bytes)
     free, total = torch.cuda.mem_get_info(device)

@@ -32,7 +32,7 @@ FLIPPED = 1e-3
 
 
 OWN_ROUNDING = 4.0
-"""How many times the plain program's own rounding may be, where that is above the bounds: four orders of sums differ."""
+"""How many times the plain program's own rounding outputs may be off by, where that is above the bounds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

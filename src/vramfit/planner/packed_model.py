@@ -64,7 +64,7 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
             key=id(obj),
             size=tuple(obj.shape),
             stride=obj.stride(),
-            offset=obj.storage_offset(),
+            offset=int(obj.storage_offset()),
             storage=storage._cdata,
             storage_bytes=storage.nbytes(),
             dtype=obj.dtype,

@@ -195,7 +195,9 @@ def verify_values(
         sizes = smaller_sizes(workload, found, job.step_seconds, job.seconds, steps)
     if not workload.trains:
         progress("outputs")
-        return ValuesCheck(sizes=sizes, outputs=compare_outputs(workload, found.apply(workload), sizes, found.numerics))
+        return ValuesCheck(
+            sizes=sizes, outputs=compare_outputs(workload, found.apply(workload), sizes, found.numerics)
+        )
     gradients, losses, notes = compare(
         workload, found, sizes, steps=job.steps, seconds=job.seconds, progress=progress
     )

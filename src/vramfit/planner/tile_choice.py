@@ -47,7 +47,8 @@ def choose_tile(
     """
     if not isinstance(model, nn.Module):
         raise UsageError(
-            "a tile is chosen for a module, whose structure can be looked at", "Give tile=, or wrap the function"
+            "a tile is chosen for a module, whose structure can be looked at",
+            "Give tile=, or wrap the function",
         )
     source = as_source("x", x)
     where = device_of(model, source, device)

@@ -115,7 +115,9 @@ def tile_options(
     shares = (None,) * len(shape) if overlap is None else overlap
     all_up_to = _PARTS_UP_TO.get(len(shape), 8)
     sides = [
-        list(_sides(Side(size, -(-edge // step) * step, step, share), all_up_to))  # as make_layout takes the halo
+        list(
+            _sides(Side(size, -(-edge // step) * step, step, share), all_up_to)
+        )  # as make_layout takes the halo
         for size, edge, step, share in zip(shape, halo, stride, shares, strict=True)
     ]
     for chosen in product(*sides):
@@ -246,7 +248,7 @@ class TileSearch:
         )
         sizes = {elements: size for elements, size, _ in points}  # of several the largest
         calls = {elements: seconds for elements, _, seconds in points}
-        best = None, math.inf
+        best: tuple[TileOption | None, float] = (None, math.inf)
         for option in self.options:
             if option in self.seen or _between(sizes, option.elements) > limit:
                 continue

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from vramfit.errors import UsageError, VramfitError
+from vramfit.errors import UsageError
 from vramfit.inference.arrays import Blank
+from vramfit.inference.tile_runner import TileJob
 from vramfit.inference.tile_settings import TileSettings, per_axis, shares_per_axis
-from vramfit.inference.tiled_inference import TileJob, make_job, rehearse
+from vramfit.inference.tiled_inference import make_job, rehearse
 from vramfit.planner.devices.cost import DeviceBackend
 from vramfit.planner.tile_search import TileCost, TileOption, TileSearch, tile_options
 from vramfit.units import format_bytes
@@ -154,7 +155,10 @@ class TileTrial:
             ran.append((rehearse(job, BATCHES).batches, job.layout.batches))
 
         workload = Workload(
-            model=self._make, batch=lambda batch_size: torch.empty(batch_size), sizes={"batch_size": 1}, step=step
+            model=self._make,
+            batch=lambda batch_size: torch.empty(batch_size),
+            sizes={"batch_size": 1},
+            step=step,
         )
         cost = self._device.step_cost(workload, {"batch_size": 1}, None)
         fits = cost.peak_reserved_bytes <= self._limit
