@@ -22,23 +22,23 @@ NOTE [The lengths decide]
 Between two emptyings the cache holds blocks of the lengths seen so far, and with every weight being trained, 6.4 GB of
 gradients and as many bytes of the optimizer's temporaries are laid into what the activations left, differently in each
 step. Reserved memory is then 3 to 5 GB above the peak of what is allocated, and depends on the lengths and on their
-order: no single length stands for a run. Repeated at 704 tokens without padding, which gave 16 adapters within 0.6 %,
-the same model reserves 37.0 to 42.6 GB, by when the state of the optimizer was made. Three things have to be as in the
-program:
+order: no single length stands for a run. Repeated at 704 tokens without padding, the same model reserves 37.0 to 42.6
+GB, by the steps in which the state of the optimizer was made. Three things have to be as in the program:
 
 - the lengths vary within the ten steps between two emptyings, and fall;
 - batches hold padding, so that attention gets a mask, the memory-efficient kernel instead of flash attention, and
   keys and values repeated for every query head (0.9 GB at 692 tokens);
 - the logits of the step before live until those of the next are made, so the second batch of a bucket, if it is longer
-  than two thirds of the first, needs one more block of float32 logits (see the adapters).
+  than two thirds of the first, needs one more block of float32 logits: 0.7 to 1.2 GB, seen with LoRA.
 
 NOTE [The draw]
 The texts are not here, so their lengths are drawn: characters from a log-normal distribution of which 6.2 % lie above
-the limit of 1,300 and are left out (``data.py`` states both), times tokens per character. Its three free figures (the
-mean, the median of the characters, the spread of tokens per character) and the default seed were chosen so that one
-adapter, LoRA of rank 32, comes near its three figures, and the mean is that of their tokens. Full fine-tuning and the
-other adapters were not looked at for that: their figures are predictions. What is published fixes the distribution and
-not the order, and other draws that suit LoRA as well move the maximum of full fine-tuning by 1 % either way.
+the limit of 1,300 and are left out (``data.py`` states both), times tokens per character. Of its three free figures
+the mean is that of their tokens; the median of the characters and the spread of tokens per character were chosen so
+that one adapter, LoRA of rank 32, comes near its three figures, and the seed is the first with which an estimate of
+them is within 1.2 %. Full fine-tuning and the other adapters play no part in that: their figures are predictions. What
+is published fixes the distribution and not the order, and other draws that suit LoRA as well, or other buckets before
+the longest, move the maximum of full fine-tuning by about 1 %.
 """
 
 from __future__ import annotations
@@ -220,7 +220,11 @@ class Drawn:
         return (batch for bucket in self.buckets for batch in bucket)
 
     def reserved(self, after_steps: list[int], maximum: int) -> Reserved:
-        """The three figures of the whole run; steps that were not run are taken to lie below its 99th percentile."""
+        """The three figures of the whole run.
+
+        Steps that were not run are taken to lie below its 99th percentile. For adapters that holds, because longer
+        texts reserve more; for full fine-tuning the percentile is a lower bound unless every bucket is run.
+        """
         start = after_steps[: self.first * BATCHES_IN_BUCKET]
         place = self.whole * BATCHES_IN_BUCKET // 100
         highest = sorted(after_steps, reverse=True)
