@@ -37,7 +37,7 @@ from vramfit.workload import Workload, call_model
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 LOUD = 3e4
-"""What one layer's weights are multiplied with, for activations above 65,504 (transformers, models/t5/modeling_t5.py)."""
+"""What one layer's weights are multiplied with, for activations above 65,504."""
 
 
 @dataclass(frozen=True, kw_only=True)

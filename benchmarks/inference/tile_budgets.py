@@ -5,8 +5,9 @@
 Budgets are 1/2, 1/4, 1/8, 1/16 and 1/32 of what the whole image reserves, those left out that no tile keeps. Brute
 force runs up to 60 tiles of all sizes, with 1 to 16 together. Two formulas stand beside it: chaiNNer's, which
 multiplies the model's bytes by the image's (backend/src/nodes/impl/upscale/auto_split_tiles.py), and ComfyUI's, which
-begins with tiles of 512 and halves them each time it runs out (comfy_extras/nodes_upscale_model.py); their tiles are run with the same
-engine, in the same run. Bytes are what torch reserves on the virtual card, seconds are simulated on it.
+begins with tiles of 512 and halves them each time it runs out (comfy_extras/nodes_upscale_model.py); their
+tiles are run with the same engine, in the same run. Bytes are what torch reserves on the virtual card, seconds are
+simulated on it.
 """
 
 from __future__ import annotations
