@@ -94,7 +94,7 @@ def probe(
     """Find out what each part of a model's output depends on.
 
     Of models whose operations all say what they read, nothing is computed. Else a copy of the model in float64 runs
-    some dozens of times on small random inputs, in the mode (training or not) that the model is in. The model itself, its
+    some dozens of times on small random inputs, in the mode (training or not) that the model is in. The model, its
     buffers and the random numbers that follow stay as they were. A model without values, on a virtual GPU, is given
     drawn ones on the CPU.
 
