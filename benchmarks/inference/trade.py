@@ -1,4 +1,4 @@
-"""Peak memory against time for one network: every tile, from the whole volume to the smallest, as a picture.
+"""Peak memory against time for one network: from the whole volume to the smallest tile, as a picture.
 
     python benchmarks/inference/trade.py [--network NAME] [--card NAME] [--write docs/inference.svg]
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +25,12 @@ from vramfit.writing import write_text
 _WIDTH, _HEIGHT = 760, 420
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 30, 44, 52
 _GRID, _TEXT, _POINT, _BEST = "#d9dde3", "#3b4350", "#6fb1f2", "#0b6bcb"
+
+_DOUBLES = [2.0**power for power in range(20)]
+"""Marks in MiB."""
+
+_DECADES = [step * 10.0**power for power in range(-5, 4) for step in (1, 2, 5)]
+"""Marks in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,8 +60,8 @@ def unbeaten(points: Sequence[Point]) -> list[Point]:
 def picture(title: str, points: Sequence[Point]) -> str:
     """The drawing as SVG; both axes are logarithmic."""
     sizes, times = [one.size / MIB for one in points], [one.seconds for one in points]
-    x_of, x_marks = _axis(sizes, _LEFT, _WIDTH - _RIGHT)
-    y_of, y_marks = _axis(times, _HEIGHT - _BOTTOM, _TOP)
+    x_of, x_marks = _axis(sizes, _LEFT, _WIDTH - _RIGHT, _DOUBLES)
+    y_of, y_marks = _axis(times, _HEIGHT - _BOTTOM, _TOP, _DECADES)
     shapes: list[Shape] = [Label(at=(_LEFT, 24), text=title, colour=_TEXT, size=14, bold=True)]
     for mark in x_marks:
         shapes.append(Line(points=((x_of(mark), _TOP), (x_of(mark), _HEIGHT - _BOTTOM)), colour=_GRID))
@@ -82,26 +88,24 @@ def picture(title: str, points: Sequence[Point]) -> str:
     return to_svg(Drawing(width=_WIDTH, height=_HEIGHT, title=title, description=told, shapes=shapes))
 
 
-def _axis(values: Sequence[float], begin: float, end: float):  # noqa: ANN202  # a function and its marks
-    """Where values lie between two places, and the marks: 1, 2 and 5 times powers of ten."""
+def _axis(
+    values: Sequence[float], begin: float, end: float, marks: Iterable[float]
+) -> tuple[Callable[[float], float], list[float]]:
+    """Where values lie between two places, on a logarithmic axis, and the marks that lie on it."""
     low, high = math.log10(min(values)), math.log10(max(values))
     low, high = low - 0.05 * (high - low) - 0.01, high + 0.05 * (high - low) + 0.01
 
     def place(value: float) -> float:
         return round(begin + (end - begin) * (math.log10(value) - low) / (high - low), 1)
 
-    marks = [
-        step * 10.0**power
-        for power in range(math.floor(low), math.ceil(high) + 1)
-        for step in (1, 2, 5)
-        if low <= math.log10(step * 10.0**power) <= high
-    ]
-    return place, marks
+    return place, [mark for mark in marks if low <= math.log10(mark) <= high]
 
 
 def _disc(centre: tuple[float, float]) -> list[tuple[float, float]]:
     angles = (2 * math.pi * number / 12 for number in range(12))
-    return [(round(centre[0] + 3.5 * math.cos(a), 1), round(centre[1] + 3.5 * math.sin(a), 1)) for a in angles]
+    return [
+        (round(centre[0] + 3.5 * math.cos(a), 1), round(centre[1] + 3.5 * math.sin(a), 1)) for a in angles
+    ]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -120,7 +124,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{one.words}: {one.size / MIB:,.0f} MiB, {1000 * one.seconds:,.1f} ms")
     if options.write:
         shape = " x ".join(map(str, NETWORKS[options.network].shape))
-        title = f"{options.network}, {shape}, on an {options.card}: every tile"
+        title = f"{options.network}, {shape}, on an {options.card}: the whole, and tiles"
         write_text(options.write, picture(title, points) + "\n")
     return 0
 
