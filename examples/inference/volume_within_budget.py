@@ -25,7 +25,11 @@ def network(classes: int = 4) -> nn.Module:
         return nn.Sequential(conv, nn.BatchNorm3d(outside), nn.ReLU(inplace=True))
 
     return nn.Sequential(
-        block(1, 8), block(8, 16, stride=2), block(16, 16), nn.ConvTranspose3d(16, 8, 2, 2), nn.Conv3d(8, classes, 1)
+        block(1, 8),
+        block(8, 16, stride=2),
+        block(16, 16),
+        nn.ConvTranspose3d(16, 8, 2, 2),
+        nn.Conv3d(8, classes, 1),
     ).eval()
 
 
@@ -38,7 +42,11 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     scan = torch.rand(1, options.side, options.side, options.side)
     labels = vramfit.tiled(
-        network().to(device), scan, reduce="argmax", budget=options.budget, gpu=None if device == "cuda" else options.gpu
+        network().to(device),
+        scan,
+        reduce="argmax",
+        budget=options.budget,
+        gpu=None if device == "cuda" else options.gpu,
     )
     print(f"{tuple(labels.shape)} labels of {labels.dtype}")
 

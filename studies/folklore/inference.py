@@ -32,8 +32,14 @@ def volume_by_blocks() -> Finding:
         rows += [
             (f"{shape}, whole, fp32", measure(lambda d=depth: whole(d, torch.float32), card=UNLIMITED)),
             (f"{shape}, whole, fp16", measure(lambda d=depth: whole(d, torch.float16), card=UNLIMITED)),
-            (f"{shape}, blocks, fp32", measure(lambda d=depth: blocks(d, torch.float32, 0.0), card=UNLIMITED)),
-            (f"{shape}, blocks, fp16", measure(lambda d=depth: blocks(d, torch.float16, 0.0), card=UNLIMITED)),
+            (
+                f"{shape}, blocks, fp32",
+                measure(lambda d=depth: blocks(d, torch.float32, 0.0), card=UNLIMITED),
+            ),
+            (
+                f"{shape}, blocks, fp16",
+                measure(lambda d=depth: blocks(d, torch.float16, 0.0), card=UNLIMITED),
+            ),
             (
                 f"{shape}, blocks that share a quarter, fp16",
                 measure(lambda d=depth: blocks(d, torch.float16, 0.25), card=UNLIMITED),
@@ -47,7 +53,12 @@ def volume_by_blocks() -> Finding:
         f"{plain.seconds / best.seconds:.1f} times less time; half precision alone makes it "
         f"{rows[1][1].total / plain.total:.2f} of the bytes. Twice the depth takes twice the time and the same bytes. "
         "Blocks that share a quarter with their neighbours are computed more than once: they cost the time again.",
-        columns=("inference by a 3D U-Net of four levels, 32 channels", "allocated", "with context", "seconds"),
+        columns=(
+            "inference by a 3D U-Net of four levels, 32 channels",
+            "allocated",
+            "with context",
+            "seconds",
+        ),
         rows=tuple((name, gib(one.allocated), gib(one.total), f"{one.seconds:.2f}") for name, one in rows),
     )
 

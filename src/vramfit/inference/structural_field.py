@@ -23,7 +23,7 @@ from vramfit.inference.layerwise.chunk_height import ChunkHeight, ChunkStore
 from vramfit.inference.layerwise.layer_runner import RULES
 from vramfit.inference.layerwise.pointwise_rules import ALONG, POINTWISE
 from vramfit.inference.layerwise.row_calls import RowMode, RowSession
-from vramfit.inference.layerwise.row_nodes import RowNode
+from vramfit.inference.layerwise.row_nodes import LayerNode
 from vramfit.inference.layerwise.row_tensors import RowTensor, row_tensors_in
 from vramfit.inference.layerwise.row_windows import RowTable, RowWindow, SameRows
 from vramfit.inference.structural_rules import structural_rules
@@ -163,7 +163,7 @@ class _Following(RowSession):
                     raise StructureUnknownError(f"{name} has values of its own for each row")
         return super().call(func, args, kwargs)
 
-    def whole(self, node: RowNode) -> torch.Tensor:
+    def whole(self, node: LayerNode) -> torch.Tensor:
         """Something wants all of a tensor.
 
         Raises:
@@ -185,7 +185,7 @@ class _Following(RowSession):
 _POINTWISE = frozenset((*POINTWISE, *ALONG, "cat", "concat", "concatenate"))
 
 
-def _inside(source: RowNode, outputs: list[RowNode], norms: Sequence[str]) -> RowField | None:
+def _inside(source: LayerNode, outputs: list[LayerNode], norms: Sequence[str]) -> RowField | None:
     """The field of rows in the middle; None where the input is too small to tell."""
     extent = source.rows
     reach = _Reach(source)
@@ -221,7 +221,7 @@ def _steps(extent: int) -> list[int]:
     return [step for step in range(1, min(_MOST_STRIDE, extent // 4) + 1) if extent % step == 0]
 
 
-def _scale(output: RowNode, extent: int, step: int) -> Fraction | None:
+def _scale(output: LayerNode, extent: int, step: int) -> Fraction | None:
     """Output rows for an input row: a multiple of 1/step that gives about the output's rows; None where none does."""
     scale = Fraction(round(Fraction(output.rows * step, extent)), step)
     return scale if scale > 0 and (scale * step).denominator == 1 else None
@@ -252,11 +252,11 @@ def _halo(
 class _Reach:
     """The first and last row of the source that each row of a node is made of."""
 
-    def __init__(self, source: RowNode) -> None:
+    def __init__(self, source: LayerNode) -> None:
         rows = np.arange(source.rows, dtype=np.int64)
         self._known: dict[int, _Rows] = {id(source): (rows, rows)}
 
-    def of(self, node: RowNode) -> _Rows:
+    def of(self, node: LayerNode) -> _Rows:
         """First and last rows, one entry of both for each row; the last before the first where there are none."""
         stack = [node]
         while stack:  # networks are deeper than Python's stack
@@ -270,7 +270,7 @@ class _Reach:
                 stack += waiting
         return self._known[id(node)]
 
-    def _through(self, node: RowNode) -> _Rows:
+    def _through(self, node: LayerNode) -> _Rows:
         """By what each of its rows reads; of rows that do not rise, all in between."""
         firsts = np.full(node.rows, np.iinfo(np.int64).max, dtype=np.int64)
         lasts = np.full(node.rows, -1, dtype=np.int64)

@@ -26,7 +26,16 @@ INEXACT = {
     "gradient-projection",
 }
 # What is for inference, which has no gradients.
-FOR_INFERENCE = {"half-inference", "batch-norm-folding", "tensor-sharing", "uint8-inputs"}
+FOR_INFERENCE = {
+    "attention-chunking",
+    "batch-norm-folding",
+    "half-inference",
+    "input-chunking",
+    "layerwise-chunking",
+    "tensor-sharing",
+    "tiling",
+    "uint8-inputs",
+}
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from vramfit.inference.layerwise.row_calls import RowCall
-from vramfit.inference.layerwise.row_nodes import Outline, RowNode
+from vramfit.inference.layerwise.row_nodes import Outline, LayerNode
 from vramfit.inference.layerwise.row_tensors import RowTensor
 from vramfit.inference.layerwise.row_windows import RowTable, sliding
 
@@ -67,7 +67,7 @@ _STEPS = ((3, "stride"), (5, "dilation"))
 _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
-def _laid_out(like: torch.Tensor, node: RowNode) -> torch.Tensor:
+def _laid_out(like: torch.Tensor, node: LayerNode) -> torch.Tensor:
     """The shape of an output with its channels innermost where the input's are: on the meta device they are not."""
     order = _LAST.get(like.dim())
     if order is None or len(node.outline.shape) != like.dim():
@@ -141,7 +141,7 @@ _TRANSPOSED_STEPS = (
 )
 
 
-class TransposedNode(RowNode):
+class TransposedNode(LayerNode):
     """A transposed convolution: rows of the input are scattered, and what reaches beyond a chunk is added to the next.
 
     Attributes:
@@ -153,7 +153,7 @@ class TransposedNode(RowNode):
     raw: Any
     bias: torch.Tensor | None
 
-    def __init__(self, outline: Outline, node: RowNode, *, stride: int, padding: int) -> None:
+    def __init__(self, outline: Outline, node: LayerNode, *, stride: int, padding: int) -> None:
         # An output row is complete with the last input row that reaches it; it then reads on from the one after the
         # last that was read for the rows before.
         last = np.minimum((np.arange(outline.rows, dtype=np.int64) + padding) // stride, node.rows - 1)

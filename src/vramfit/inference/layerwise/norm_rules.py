@@ -11,19 +11,19 @@ import torch.nn.functional as F
 
 from vramfit.inference.layerwise.pointwise_rules import along, along_rows, dims_of
 from vramfit.inference.layerwise.row_calls import RowCall
-from vramfit.inference.layerwise.row_nodes import RowNode
+from vramfit.inference.layerwise.row_nodes import LayerNode
 from vramfit.inference.layerwise.row_tensors import RowTensor
 from vramfit.inference.layerwise.row_windows import RowTable, SameRows
 
 
-class FoldNode(RowNode):
+class FoldNode(LayerNode):
     """What is found in one pass over all rows of a tensor.
 
     Args:
         fold: what to keep of some rows.
     """
 
-    def __init__(self, node: RowNode, height: int, fold: Callable[[torch.Tensor], Any]) -> None:
+    def __init__(self, node: LayerNode, height: int, fold: Callable[[torch.Tensor], Any]) -> None:
         super().__init__(node.outline, [(node, SameRows(node.rows))], kept=True, height=height)
         self.fold = fold
         self.found: list[Any] = []

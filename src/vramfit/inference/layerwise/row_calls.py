@@ -1,6 +1,6 @@
 """Calls of torch's functions while a network runs by rows: which become nodes, and which get whole tensors.
 
-NOTE [Later]: what a network calls is only written down (`RowNode`), and computed when values are asked for: by what has
+NOTE [Later]: what a network calls is only written down (`LayerNode`), and computed when values are asked for: by what has
 no rule, or at the end. By then the program has let go of what it does not need, and it is known which rows nobody will
 read again. So nothing here may keep a row tensor alive by a cycle, as a function that calls itself through its closure
 would: the rows that it stands for would stay until the collector finds it.
@@ -22,7 +22,7 @@ from vramfit.inference.layerwise.chunk_height import ChunkHeight, ChunkStore
 from vramfit.inference.layerwise.row_nodes import (
     Compute,
     Outline,
-    RowNode,
+    LayerNode,
     kept_below,
     produce,
     source_node,
@@ -112,11 +112,11 @@ class RowCall:
         self,
         compute: Compute,
         like: torch.Tensor,
-        inputs: Sequence[tuple[RowNode, RowWindow]],
+        inputs: Sequence[tuple[LayerNode, RowWindow]],
         *,
         axis: int | None = None,
         kept: bool | None = None,
-        needs: Sequence[RowNode] = (),
+        needs: Sequence[LayerNode] = (),
     ) -> RowTensor:
         """A result of the shape and type of `like`; it takes the place of the tensor that the call changes."""
         if self.in_place is not None and like.dtype != self.in_place.node.outline.dtype:
@@ -191,12 +191,12 @@ class RowSession:
         self,
         compute: Compute,
         like: torch.Tensor,
-        inputs: Sequence[tuple[RowNode, RowWindow]],
+        inputs: Sequence[tuple[LayerNode, RowWindow]],
         *,
         axis: int | None = None,
         kept: bool | None = None,
-        needs: Sequence[RowNode] = (),
-    ) -> RowNode:
+        needs: Sequence[LayerNode] = (),
+    ) -> LayerNode:
         """A node on the device of its first input.
 
         Args:
@@ -210,7 +210,7 @@ class RowSession:
             device=first.outline.device,
             axis=first.axis if axis is None else axis,
         )
-        return RowNode(
+        return LayerNode(
             outline,
             inputs,
             compute,
@@ -220,7 +220,7 @@ class RowSession:
             store=self.store,
         )
 
-    def height_of(self, outline: Outline, inputs: Sequence[RowNode]) -> int:
+    def height_of(self, outline: Outline, inputs: Sequence[LayerNode]) -> int:
         """Rows of a chunk, such that neither it nor what it is made of is larger than allowed."""
         rows = max(1, outline.rows)
         read = sum(node.outline.row_bytes * node.rows for node in inputs) // rows
@@ -237,12 +237,12 @@ class RowSession:
             return tensor
         return self.tensor_of(self.whole(tensor.node), axis)
 
-    def whole(self, node: RowNode) -> torch.Tensor:
+    def whole(self, node: LayerNode) -> torch.Tensor:
         """All of the values of a node."""
         with computing(node.outline.device.type):
             return whole_of(node)
 
-    def produce(self, node: RowNode) -> None:
+    def produce(self, node: LayerNode) -> None:
         """Compute all rows of a node that keeps them."""
         with computing(node.outline.device.type):
             produce(node, node.rows)
@@ -446,7 +446,7 @@ def casted(session: RowSession, tensor: RowTensor, dtype: torch.dtype) -> RowTen
     return RowTensor(made, session)
 
 
-def _is_kept(inputs: Sequence[tuple[RowNode, RowWindow]]) -> bool:
+def _is_kept(inputs: Sequence[tuple[LayerNode, RowWindow]]) -> bool:
     below = [kept for node, _ in inputs for kept in kept_below(node)]
     return len({id(one) for one in below}) > 1 or len(below) > _MOST_READS
 

@@ -1,7 +1,7 @@
 """The network as it was called: tensors that can be computed for any range of rows, and who reads them.
 
 NOTE [Fronts]: every reader of a node has a front, the first row that it will still read. What lies before all fronts is
-let go, piece by piece. A tensor that the program still holds (`RowNode.holds`) may get more readers: its front is the
+let go, piece by piece. A tensor that the program still holds (`LayerNode.holds`) may get more readers: its front is the
 first row. A node that is computed anew for each reader (pointwise operations of one input) passes its front on to what
 it reads; one whose rows are kept has read what it has produced.
 """
@@ -52,13 +52,13 @@ class Edge:
 
     __slots__ = ("front", "node", "reader", "window")
 
-    def __init__(self, node: RowNode, window: RowWindow, reader: RowNode | None) -> None:
+    def __init__(self, node: LayerNode, window: RowWindow, reader: LayerNode | None) -> None:
         self.node, self.window, self.reader = node, window, reader
         self.front = 0
         node.readers.append(self)
 
 
-class RowNode:
+class LayerNode:
     """A tensor that can be computed for any range of rows.
 
     Args:
@@ -78,12 +78,12 @@ class RowNode:
     def __init__(
         self,
         outline: Outline,
-        inputs: Sequence[tuple[RowNode, RowWindow]] = (),
+        inputs: Sequence[tuple[LayerNode, RowWindow]] = (),
         compute: Compute | None = None,
         *,
         kept: bool = False,
         height: int = 1,
-        needs: Sequence[RowNode] = (),
+        needs: Sequence[LayerNode] = (),
         store: ChunkStore = ChunkStore.DEVICE,
     ) -> None:
         self.outline, self.axis, self.rows = outline, outline.axis, outline.rows
@@ -185,7 +185,7 @@ class Gone(AssertionError):
     """Rows were asked for that all readers had passed."""
 
 
-def source_node(tensor: torch.Tensor, axis: int) -> RowNode:
+def source_node(tensor: torch.Tensor, axis: int) -> LayerNode:
     """A tensor that is there, as one to read rows of."""
     outline = Outline(
         shape=tensor.shape,
@@ -194,7 +194,7 @@ def source_node(tensor: torch.Tensor, axis: int) -> RowNode:
         device=tensor.device,
         axis=axis,
     )
-    node = RowNode(outline, kept=True)
+    node = LayerNode(outline, kept=True)
     node.full, node.done = tensor, node.rows
     return node
 
@@ -209,7 +209,7 @@ def move_front(edge: Edge, row: int) -> None:
         update_front(edge.node)
 
 
-def update_front(node: RowNode) -> None:
+def update_front(node: LayerNode) -> None:
     """Let go of the rows of a node that nobody will read, and of what they are made of."""
     waiting = deque((node,))  # a queue: networks are deeper than Python's stack
     while waiting:
@@ -240,9 +240,9 @@ def update_front(node: RowNode) -> None:
 # -- what to compute next ------------------------------------------------------------------------------------------
 
 
-def missing_of(node: RowNode, begin: int, end: int) -> list[tuple[RowNode, int]]:
+def missing_of(node: LayerNode, begin: int, end: int) -> list[tuple[LayerNode, int]]:
     """Nodes whose rows are kept and not there yet, with the row up to which they are needed to read these rows."""
-    found: list[tuple[RowNode, int]] = []
+    found: list[tuple[LayerNode, int]] = []
     waiting = [(node, begin, end)]
     while waiting:
         node, begin, end = waiting.pop()
@@ -257,7 +257,7 @@ def missing_of(node: RowNode, begin: int, end: int) -> list[tuple[RowNode, int]]
     return found
 
 
-def missing_for_step(node: RowNode) -> list[tuple[RowNode, int]]:
+def missing_for_step(node: LayerNode) -> list[tuple[LayerNode, int]]:
     """What has to be produced before a node's next step."""
     begin, end = node.done, node.next_end()
     found = [(one, one.rows) for one in node.needs if one.done < one.rows]
@@ -266,7 +266,7 @@ def missing_for_step(node: RowNode) -> list[tuple[RowNode, int]]:
     return found
 
 
-def produce(node: RowNode, upto: int) -> None:
+def produce(node: LayerNode, upto: int) -> None:
     """Compute rows of a node until those before `upto` are there, and of what it reads as many as they take."""
     stack = [(node, upto)]
     while stack:
@@ -284,7 +284,7 @@ def produce(node: RowNode, upto: int) -> None:
             _read_along(source)
 
 
-def whole_of(node: RowNode) -> torch.Tensor:
+def whole_of(node: LayerNode) -> torch.Tensor:
     """All rows of a node in one tensor; it keeps them so, and lets go of what it read."""
     if node.full is None and node.front > 0:
         raise Gone("rows of it have been let go")
@@ -293,7 +293,7 @@ def whole_of(node: RowNode) -> torch.Tensor:
     return node.gathered()
 
 
-def kept_below(node: RowNode) -> list[RowNode]:
+def kept_below(node: LayerNode) -> list[LayerNode]:
     """The nodes with kept rows that one reads, through what is computed anew."""
     found, waiting = [], [node]
     while waiting:
@@ -305,7 +305,7 @@ def kept_below(node: RowNode) -> list[RowNode]:
     return found
 
 
-def _read_along(source: RowNode) -> None:
+def _read_along(source: LayerNode) -> None:
     """Let a reader that alone holds rows back take its turn now, where its own output is smaller than these.
 
     The convolution of a shortcut that halves the channels, next to the longer way through the block, is one.

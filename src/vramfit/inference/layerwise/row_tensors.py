@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from vramfit.errors import UsageError
-from vramfit.inference.layerwise.row_nodes import RowNode, update_front
+from vramfit.inference.layerwise.row_nodes import LayerNode, update_front
 
 
 class RowKeeper(Protocol):
@@ -16,7 +16,7 @@ class RowKeeper(Protocol):
 
     holds: weakref.WeakSet[Hold]
 
-    def whole(self, node: RowNode) -> torch.Tensor:
+    def whole(self, node: LayerNode) -> torch.Tensor:
         """All of the values of a node."""
         ...
 
@@ -34,7 +34,7 @@ class Hold:
 
     __slots__ = ("__weakref__", "node")
 
-    def __init__(self, node: RowNode, session: RowKeeper) -> None:
+    def __init__(self, node: LayerNode, session: RowKeeper) -> None:
         self.node = node
         node.holds += 1
         session.holds.add(self)
@@ -57,7 +57,7 @@ class RowTensor(torch.Tensor):
     """All that are views of one memory in the plain program; None while it has no other."""
 
     @staticmethod
-    def __new__(cls, node: RowNode, session: RowKeeper) -> RowTensor:
+    def __new__(cls, node: LayerNode, session: RowKeeper) -> RowTensor:
         """A tensor for a node."""
         outline = node.outline
         made: RowTensor = torch.Tensor._make_wrapper_subclass(
@@ -66,14 +66,14 @@ class RowTensor(torch.Tensor):
         made.hold, made.session, made.family = Hold(node, session), session, None
         return made
 
-    def __init__(self, node: RowNode, session: RowKeeper) -> None: ...
+    def __init__(self, node: LayerNode, session: RowKeeper) -> None: ...
 
     @property
-    def node(self) -> RowNode:
+    def node(self) -> LayerNode:
         """What computes it."""
         return self.hold.node
 
-    def become(self, node: RowNode, name: str) -> None:
+    def become(self, node: LayerNode, name: str) -> None:
         """Stand for what an operation in place made of it.
 
         Raises:
