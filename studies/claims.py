@@ -44,8 +44,8 @@ SAYINGS = (
     ),
     Saying(
         name="volume-blocks",
-        text="A 512 x 512 x 128 volume by blocks of 256 x 256 x 64 in half precision takes 18 GB instead of 42, 1.8 times "
-        "faster.",
+        text="A 512 x 512 x 128 volume by blocks of 256 x 256 x 64 in half precision takes 18 GB instead of 42, 1.8 "
+        "times faster.",
         check="inference.volume_by_blocks",
     ),
     Saying(

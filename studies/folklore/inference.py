@@ -48,8 +48,8 @@ def volume_by_blocks() -> Finding:
     plain, best = rows[0][1], rows[3][1]
     return Finding(
         answer=Answer.DEPENDS,
-        why=f"A whole volume takes {gib(plain.total)} in fp32 here, and blocks of 256 x 256 x 64 in fp16, joined on the "
-        f"host with labels alone, {gib(best.total)}: {plain.total / best.total:.0f} times less, not 2.3 times, in "
+        why=f"A whole volume takes {gib(plain.total)} in fp32 here, and blocks of 256 x 256 x 64 in fp16, joined on "
+        f"the host with labels alone, {gib(best.total)}: {plain.total / best.total:.0f} times less, not 2.3 times, in "
         f"{plain.seconds / best.seconds:.1f} times less time; half precision alone makes it "
         f"{rows[1][1].total / plain.total:.2f} of the bytes. Twice the depth takes twice the time and the same bytes. "
         "Blocks that share a quarter with their neighbours are computed more than once: they cost the time again.",
@@ -101,9 +101,9 @@ def document_twice_as_long() -> Finding:
     found = [one.allocated for one in runs.values()]
     return Finding(
         answer=Answer.RIGHT if found[2] <= 1.35 * found[0] else Answer.DEPENDS,
-        why=f"Written out, attention scores take four times as much: {found[1] / found[0] - 1:+.0%} in all. Some rows of "
-        f"them at a time, the peak is {found[2] / found[0] - 1:+.0%} of that at 1,024 tokens, with the same results but "
-        f"for rounding. A fused kernel has no scores at all: {found[4] / found[3] - 1:+.0%}.",
+        why=f"Written out, attention scores take four times as much: {found[1] / found[0] - 1:+.0%} in all. Some rows "
+        f"of them at a time, the peak is {found[2] / found[0] - 1:+.0%} of that at 1,024 tokens, with the same results "
+        f"but for rounding. A fused kernel has no scores at all: {found[4] / found[3] - 1:+.0%}.",
         columns=("LayoutLM of base size, one document, fp32", "allocated", "reserved"),
         rows=tuple((name, mib(one.allocated), mib(one.reserved)) for name, one in runs.items()),
     )

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from vramfit.inference.layerwise.row_calls import RowCall
-from vramfit.inference.layerwise.row_nodes import Outline, LayerNode
+from vramfit.inference.layerwise.row_nodes import LayerNode, Outline
 from vramfit.inference.layerwise.row_tensors import RowTensor
 from vramfit.inference.layerwise.row_windows import RowTable, sliding
 

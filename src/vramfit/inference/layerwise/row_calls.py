@@ -1,7 +1,7 @@
 """Calls of torch's functions while a network runs by rows: which become nodes, and which get whole tensors.
 
-NOTE [Later]: what a network calls is only written down (`LayerNode`), and computed when values are asked for: by what has
-no rule, or at the end. By then the program has let go of what it does not need, and it is known which rows nobody will
+NOTE [Later]: what a network calls is only written down (`LayerNode`), and computed when values are asked for: by what
+has no rule, or at the end. By then the program has let go of what it does not need, and it is known which rows nobody will
 read again. So nothing here may keep a row tensor alive by a cycle, as a function that calls itself through its closure
 would: the rows that it stands for would stay until the collector finds it.
 """
@@ -21,8 +21,8 @@ from vramfit.errors import UsageError
 from vramfit.inference.layerwise.chunk_height import ChunkHeight, ChunkStore
 from vramfit.inference.layerwise.row_nodes import (
     Compute,
-    Outline,
     LayerNode,
+    Outline,
     kept_below,
     produce,
     source_node,
