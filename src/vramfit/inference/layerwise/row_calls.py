@@ -36,8 +36,8 @@ Rule = Callable[["RowCall"], Any]
 
 _ASKED_WORDS = """
 size dim ndimension numel nelement stride is_contiguous is_floating_point is_complex element_size get_device
-untyped_storage __len__ is_inference __hash__ requires_grad_ is_same_size storage_offset is_signed retain_grad register_hook
-is_nonzero_ _is_view has_names
+untyped_storage __len__ is_inference __hash__ requires_grad_ is_same_size storage_offset is_signed retain_grad
+register_hook _is_view has_names
 """
 _ASKED = frozenset(_ASKED_WORDS.split())
 _ASKED_PROPERTIES_WORDS = """
