@@ -1,8 +1,8 @@
 """Calls of torch's functions while a network runs by rows: which become nodes, and which get whole tensors.
 
 NOTE [Later]: what a network calls is only written down (`LayerNode`), and computed when values are asked for: by what
-has no rule, or at the end. By then the program has let go of what it does not need, and it is known which rows nobody will
-read again. So nothing here may keep a row tensor alive by a cycle, as a function that calls itself through its closure
+has no rule, or at the end. By then the program has let go of what it does not need, and it is known which rows nobody
+will read again. So nothing here may keep a row tensor alive by a cycle, as a function that calls itself through its closure
 would: the rows that it stands for would stay until the collector finds it.
 """
 
@@ -37,7 +37,7 @@ Rule = Callable[["RowCall"], Any]
 _ASKED_WORDS = """
 size dim ndimension numel nelement stride is_contiguous is_floating_point is_complex element_size get_device
 untyped_storage __len__ is_inference __hash__ requires_grad_ is_same_size storage_offset is_signed retain_grad
-register_hook is_nonzero_ _is_view has_names
+register_hook _is_view has_names
 """
 _ASKED = frozenset(_ASKED_WORDS.split())
 _ASKED_PROPERTIES_WORDS = """
