@@ -2,8 +2,8 @@
 
 NOTE [Later]: what a network calls is only written down (`LayerNode`), and computed when values are asked for: by what
 has no rule, or at the end. By then the program has let go of what it does not need, and it is known which rows nobody
-will read again. So nothing here may keep a row tensor alive by a cycle, as a function that calls itself through its closure
-would: the rows that it stands for would stay until the collector finds it.
+will read again. So nothing here may keep a row tensor alive by a cycle, as a function that calls itself through its
+closure would: the rows that it stands for would stay until the collector finds it.
 """
 
 from __future__ import annotations
