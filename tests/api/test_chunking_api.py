@@ -23,7 +23,7 @@ def test_it_equals_the_whole() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, "no size is given"),
+        ({}, "nothing says how large"),
         ({"size": 2, "budget": "1GiB"}, "size and budget are both given"),
         ({"size": 0}, "size=0"),
         ({"size": 2, "dim": "x"}, "dim='x'"),

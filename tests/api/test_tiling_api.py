@@ -94,5 +94,5 @@ def test_progress_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_a_tile_something_has_to_choose_it() -> None:
-    with pytest.raises(UsageError, match="no tile is given"):
+    with pytest.raises(UsageError, match="nothing says how large"):
         vramfit.tiled(plain(2), X, halo=3)

@@ -23,6 +23,10 @@ class Outcome:
     properties: dict[str, dict[str, str]]
 
 
+_ALONE = ("-p", "no:zarr")
+"""zarr comes with a plugin of its own, which imports NumPy."""
+
+
 def run_pytest(
     folder: Path, files: dict[str, str], *arguments: str, launcher: Sequence[str] = ("-m", "pytest")
 ) -> Outcome:
@@ -33,7 +37,7 @@ def run_pytest(
     if "--vram-gpu" not in arguments and "--gpu" not in launcher:
         environ["CUDA_VISIBLE_DEVICES"] = ""
     done = subprocess.run(
-        [sys.executable, *launcher, "--junitxml=junit.xml", "-p", "no:cacheprovider", *arguments],
+        [sys.executable, *launcher, "--junitxml=junit.xml", "-p", "no:cacheprovider", *_ALONE, *arguments],
         cwd=folder,
         capture_output=True,
         text=True,

@@ -88,7 +88,7 @@ def test_a_budget_below_the_parameters_says_so() -> None:
     assert raised.value.plan.after.total_bytes > context + 32 * MIB
 
 
-def test_nothing_is_said_to_be_equal_where_nothing_was_compared(tmp_path: Path) -> None:
+def test_of_inference_outputs_are_compared_and_of_frozen_models_nothing(tmp_path: Path) -> None:
     toy = replace(
         all_toys()["mlp"], batch=lambda batch_size: torch.ones(batch_size, 16), loss=None, optimizer=None
     )
@@ -97,8 +97,12 @@ def test_nothing_is_said_to_be_equal_where_nothing_was_compared(tmp_path: Path) 
     replace(plan, entries=(), aim=replace(plan.aim, sizes=dict(toy.sizes))).save(file)
     job = VerifyValuesJob(memory=_MEMORY, plan=str(file), steps=2, seconds=5.0, step_seconds=1e-3)
     found = verify_values(toy, _device(), job, lambda _text: None)
-    assert found.gradients is None
-    assert found.losses is None
+    assert (found.gradients, found.losses) == (None, None)
+    assert found.outputs is not None
+    assert (found.outputs.outputs, found.outputs.equal, found.outputs.passes) == (1, 1, True)
+    own = replace(toy, step=lambda state, batch: state.model(batch).detach())
+    found = verify_values(own, _device(), job, lambda _text: None)
+    assert (found.gradients, found.losses, found.outputs) == (None, None, None)
     assert list(found.notes) == [
         "no gradients were compared: no parameter had one",
         "no losses were compared: the workload's steps give none",

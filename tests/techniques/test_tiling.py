@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from enum import Enum
-from types import ModuleType, SimpleNamespace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +12,8 @@ from tests.techniques.peaks import peak_bytes
 from torch import nn
 
 from vramfit.errors import UsageError
+from vramfit.inference import tile_needs
+from vramfit.inference.receptive_field import Locality, LocalityKind
 from vramfit.inference.tile_settings import Blend
 from vramfit.techniques import AttachedProgram, Numerics, Profile, setting_from_plain, setting_to_plain
 from vramfit.techniques.tiling import Tiling, TilingSetting
@@ -103,25 +103,11 @@ def test_a_workload_is_run_in_tiles_on_the_cpu() -> None:
     assert set(seen) == {(1, 2, 64, 64)}
 
 
-class _Kind(Enum):
-    LOCAL = "local"
-    WHOLE = "whole input"
-
-
 @pytest.fixture
-def probed(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A probe that finds what it is told to."""
-    found = SimpleNamespace(
-        kind=_Kind.LOCAL,
-        halo=((22, 20), (21, 22)),
-        alignment=(4, 4),
-        shrink=((0, 0),),
-        mixes_batch=False,
-        why="",
-    )
-    module = ModuleType("vramfit.inference.receptive_field")
-    module.probe = lambda model, example: found  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, module.__name__, module)
+def probed(monkeypatch: pytest.MonkeyPatch) -> list[Locality]:
+    """A probe that finds the last that it is told to."""
+    found = [Locality(kind=LocalityKind.LOCAL, halo=((22, 20), (21, 22)), alignment=(4, 4), shrink=((0, 0),))]
+    monkeypatch.setattr(tile_needs, "probe", lambda model, example: found[-1])
     return found
 
 
@@ -131,17 +117,17 @@ def profile(model: nn.Module, **facts: Any) -> Profile:
     )
 
 
-def test_options_are_halves_of_the_picture_down_to_the_halo(probed: SimpleNamespace) -> None:
+def test_options_are_halves_of_the_picture_down_to_the_halo(probed: list[Locality]) -> None:
     found = list(Tiling().options(profile(HourGlass())))
     assert [setting.tile for setting in found] == [(256, 256), (128, 128), (64, 64)]
     assert all(setting.halo == (22, 22) and setting.stride == (4, 4) for setting in found)
     assert not list(Tiling().options(profile(HourGlass(), trains=True)))
     assert not list(Tiling().options(profile(nn.Linear(2, 2))))
-    probed.kind = _Kind.WHOLE
+    probed.append(Locality(kind=LocalityKind.WHOLE))
     assert not list(Tiling().options(profile(HourGlass())))
 
 
-def test_tiled_asks_the_probe_for_the_halo(probed: SimpleNamespace) -> None:
+def test_tiled_asks_the_probe_for_the_halo(probed: list[Locality]) -> None:
     import vramfit
 
     model, x = HourGlass(), numbers(1, 2, 100, 100)
@@ -149,9 +135,9 @@ def test_tiled_asks_the_probe_for_the_halo(probed: SimpleNamespace) -> None:
     for name, value, said in (
         ("mixes_batch", True, "other examples"),
         ("shrink", ((0, 4),), "cuts edges off"),
-        ("kind", _Kind.WHOLE, "more than its surroundings"),
+        ("kind", LocalityKind.WHOLE, "more than its surroundings"),
     ):
-        setattr(probed, name, value)
+        probed.append(replace(probed[-1], **{name: value}))
         with pytest.raises(UsageError, match=said) as told:
             vramfit.tiled(model, x, tile=64)
         assert "\n" not in str(told.value)
