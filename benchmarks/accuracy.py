@@ -145,7 +145,7 @@ def remarks(rows: Sequence[Row]) -> list[str]:
         found.append(
             "Not measured: no recording of a card of our own is among these rows (benchmarks/record.py makes them). So "
             "recurrent layers, most convolutions, training in mixed precision, fused optimizers, attention kernels and "
-            "memory outside the allocator are not compared with a card here."
+            "memory outside the allocator are not compared with a card here, other than by single figures of others."
         )
     releases = sorted(
         {row.torch for row in rows if row.stream is not None and row.origin is Origin.PUBLISHED}

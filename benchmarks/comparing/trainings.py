@@ -2,8 +2,8 @@
 
 NOTE [The first sample]
 The sampling began while the model was being moved to the card, and what was there by then is missing from the figures.
-With model and optimizer added, the 24 trainings of ConvNeXt-Tiny on the RTX 3060 are predicted within 0.3 % in the
-median, including those with Adagrad, whose state is made with the optimizer; as they stand, all but one of them are
+With model and optimizer added, the 24 trainings of ConvNeXt-Tiny on the RTX 3060 are predicted within 0.4 % in the
+median, including those with Adagrad, whose state is made with the optimizer; as they stand, all of them are
 predicted too high, by what the parameters take, and those with Adagrad by twice that. Where the model is large, only a
 part of it may have been there. A figure is therefore reported as it is, and with all that is allocated before the first
 batch; a model of more than 256 MiB counts as measured somewhere between the two.

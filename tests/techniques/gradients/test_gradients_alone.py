@@ -80,10 +80,6 @@ def test_activations_that_leave_at_once_are_those_of_their_time(
         assert faults(name, (choice,), steps=2, dtype=torch.float32) == []
 
 
-FOR_INFERENCE = {"layerwise-chunking"}
-"""Techniques without gradients, which have tests of their own."""
-
-
 def test_every_technique_is_met_by_some_architecture() -> None:
     met = {choice.name for name in NAMES for choice in exact_choices(name)}
     assert met == {technique.name for technique in all_techniques()} - INEXACT - FOR_INFERENCE - {"compile"}
