@@ -97,11 +97,15 @@ def main() -> int:
         table.add_row(f"{most_points:,}", str(blocks), f"{peak / MIB:,.1f}", f"{seconds:.3f}")
     console = Console()
     console.print(table)
-    console.print(f"float64 on the CPU, 4,000 points in blocks of 1,000: {difference(4_000, 1_000):.1e} of the largest")
+    console.print(
+        f"float64 on the CPU, 4,000 points in blocks of 1,000: {difference(4_000, 1_000):.1e} of the largest"
+    )
     million = street(1_000_000)[:, :3]
     began = time.perf_counter()
     count = len(list(point_blocks(million, settings(20_000, None))))
-    console.print(f"cutting 1,000,000 points into {count} blocks: {time.perf_counter() - began:.1f} s on this machine")
+    console.print(
+        f"cutting 1,000,000 points into {count} blocks: {time.perf_counter() - began:.1f} s on this machine"
+    )
     return 0
 
 

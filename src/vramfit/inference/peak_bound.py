@@ -145,9 +145,7 @@ def _tightest(shapes: _Floats, peaks: _Floats, weights: _Floats) -> PeakFormula:
         UsageError: the linear program has no solution.
     """
     items, lengths = shapes[:, 0], shapes[:, 1]
-    terms = np.stack(
-        [np.ones_like(items), items, items * lengths, items * lengths**2, lengths**2], axis=1
-    )
+    terms = np.stack([np.ones_like(items), items, items * lengths, items * lengths**2, lengths**2], axis=1)
     shares = terms / peaks[:, None]
     scale = shares.max(axis=0)  # terms of very different sizes become 1: the solver's tolerances are absolute
     scaled = shares / scale

@@ -289,7 +289,9 @@ class TokenBatches(Generic[T]):
                 count = -(-(end - start) // self.largest(padded))
                 stop = start + -(-(end - start) // count)
                 tokens = sum(lengths[place] for place in order[start:stop])
-                yield TokenBatch((numbers[place] for place in order[start:stop]), length=padded, tokens=tokens)
+                yield TokenBatch(
+                    (numbers[place] for place in order[start:stop]), length=padded, tokens=tokens
+                )
                 start = stop
 
     def _bucket(self, lengths: Sequence[int], order: list[int], start: int) -> tuple[int, int]:
