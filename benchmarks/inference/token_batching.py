@@ -205,7 +205,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     encoder = Encoder(attention=given.attention, layers=given.layers)
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 140)
     table = Table(title=f"{given.texts:,} texts, BERT-base in float16, {given.attention}, {given.gpu}")
     for name in ("way", "batches", "padding", "out of memory", "seconds (simulated)", "measured", "in order"):
         table.add_column(name, justify="left" if name == "way" else "right")
