@@ -265,3 +265,22 @@ def test_a_card_never_holds_the_scores(gpu: VirtualGPU) -> None:
 
 def test_it_can_be_copied() -> None:
     assert copy.deepcopy(RowChunks(slice_bytes=5)) == RowChunks(slice_bytes=5)
+
+
+def test_what_is_used_again_is_computed_once_more_and_then_kept() -> None:
+    """A residual stream that began with a wide layer does not become a recipe of all layers."""
+    torch.manual_seed(0)
+    x, wide, square = torch.randn(64, 16), torch.randn(64, 16), torch.randn(64, 64) / 64
+
+    def network() -> torch.Tensor:
+        stream = F.linear(x, wide)
+        for _ in range(4):
+            stream = stream + torch.tanh(F.linear(F.layer_norm(stream, (64,)), square))
+        return stream
+
+    with torch.no_grad():
+        expected = network()
+        with row_chunks(RowChunks(slice_bytes=1024)):
+            found = network()
+    assert type(found) is torch.Tensor
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)

@@ -92,7 +92,7 @@ class RowView:
         return found
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class RowNode:
     """One operation of a recipe.
 
@@ -105,6 +105,8 @@ class RowNode:
         item: which of several results; None for the only one.
         autocast: whether it was on, and its dtype.
         versions: of the tensors that exist, so that a later change is noticed.
+        product: whether a product is on the way, which is not computed more often than need be.
+        done: whether it was computed once.
     """
 
     func: Callable[..., Any]
@@ -117,6 +119,8 @@ class RowNode:
     autocast: tuple[bool, torch.dtype] | None = None
     versions: tuple[tuple[torch.Tensor, int], ...] = ()
     parents: tuple[RowNode, ...] = ()
+    product: bool = False
+    done: bool = False
 
     @property
     def sample(self) -> torch.Tensor:
@@ -183,6 +187,11 @@ class RowProgram:
                 values.pop(known, None)
         found: torch.Tensor = values[id(self.node)]
         return found
+
+    def finish(self) -> None:
+        """Note that everything was computed once."""
+        for node in self._order:
+            node.done = True
 
     def results(self) -> Iterator[tuple[int, dict[int, int]]]:
         """Bytes and extents by axis of all results on the way, those of other recipes too."""
@@ -263,8 +272,10 @@ class DeferredRows(torch.Tensor):
     def values(self) -> torch.Tensor:
         """All values, kept from now on."""
         if self.facts.full is None:
+            program = RowProgram(self.facts.node)
             with torch.no_grad():
-                self.facts.full = RowProgram(self.facts.node).block({})
+                self.facts.full = program.block({})
+            program.finish()
         return self.facts.full
 
     @classmethod

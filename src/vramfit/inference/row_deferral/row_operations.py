@@ -36,6 +36,9 @@ def call_with_rows(func: Func, args: Args, kwargs: Named) -> Any:
     if not args and isinstance(kwargs.get("input"), DeferredRows):
         args, kwargs = (kwargs["input"],), {name: value for name, value in kwargs.items() if name != "input"}
     if func in _HANDLERS and not torch.is_grad_enabled() and "out" not in kwargs:
+        args, kwargs = _settled(args, kwargs)
+        if not any(isinstance(leaf, DeferredRows) for leaf in tree_flatten((args, kwargs))[0]):
+            return func(*args, **kwargs)
         found = _HANDLERS[func](func, args, kwargs)
         if found is not NotImplemented:
             return found
@@ -45,6 +48,26 @@ def call_with_rows(func: Func, args: Args, kwargs: Named) -> Any:
     plain_args, plain_kwargs = with_values((args, kwargs))
     result = func(*plain_args, **plain_kwargs)
     return args[0] if writes else result
+
+
+def _settled(args: Args, kwargs: Named) -> tuple[Args, Named]:
+    """Arguments with the values of what is used a second time, lest it be computed for every use.
+
+    A recipe without a product, as that of a relative bias, may be: until a tensor of its own size is added, which it
+    would keep alive.
+    """
+    leaves, spec = tree_flatten((args, kwargs))
+    largest = max((leaf.numel() for leaf in leaves if type(leaf) is torch.Tensor), default=0)
+
+    def settled(leaf: Any) -> Any:
+        if not isinstance(leaf, DeferredRows):
+            return leaf
+        node = leaf.facts.node
+        again = node.done and (node.product or 2 * largest >= math.prod(node.shape))
+        return leaf.values() if again or leaf.facts.full is not None else leaf
+
+    made: tuple[Args, Named] = tree_unflatten([settled(leaf) for leaf in leaves], spec)
+    return made
 
 
 def deferred(func: Func, args: Args, kwargs: Named, slice_bytes: int, lost: frozenset[int] = NONE) -> Any:
@@ -90,6 +113,7 @@ def deferred(func: Func, args: Args, kwargs: Named, slice_bytes: int, lost: froz
             autocast=autocast_now(parts[axis].device.type),
             versions=versions,
             parents=parents,
+            product=func in _PRODUCTS or any(parent.product for parent in parents),
         )
         return DeferredRows.make(RowsFacts(node, slice_bytes, call_with_rows))
 
@@ -344,10 +368,12 @@ def _product(func: Func, args: Args, kwargs: Named) -> Any:
         block = program.block(spans)
         if out is None:
             if tuple(block.shape) == last.facts.node.shape:
+                program.finish()
                 return block
             out = torch.empty(last.facts.node.shape, dtype=block.dtype, device=block.device)
         RowSlice(out, last.facts.node.dims).block(spans).copy_(block)
         del block
+    program.finish()
     return out
 
 
@@ -454,6 +480,7 @@ _METADATA = frozenset(
         *(getattr(_T, name).__get__ for name in ("is_sparse", "is_mps", "is_leaf", "grad_fn", "is_nested")),
     ]
 )
+_PRODUCTS = frozenset(_named((torch, _T, F), "matmul bmm linear __matmul__"))
 _HANDLERS: dict[Func, Callable[[Func, Args, Named], Any]] = {
     **dict.fromkeys(_POINTWISE, _pointwise),
     **dict.fromkeys(_ALONG, _along_dim),
@@ -463,5 +490,5 @@ _HANDLERS: dict[Func, Callable[[Func, Args, Named], Any]] = {
     **dict.fromkeys(_named((torch, F), "dropout"), _dropped),
     **dict.fromkeys(_named((_T, torch), "view reshape"), _reshaped),
     _T.__getitem__: _indexed,
-    **dict.fromkeys(_named((torch, _T, F), "matmul bmm linear __matmul__"), _product),
+    **dict.fromkeys(_PRODUCTS, _product),
 }
