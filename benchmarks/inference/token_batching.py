@@ -4,17 +4,18 @@
 
 Lengths are log-normal (seed 0, median 200, longest 8,192); the encoder has the shapes of BERT-base. Peaks of shapes are
 measured on the virtual card and kept in a file. Each way then runs all of its batches there, one after another in one
-process: a batch that runs out of memory counts as such, is halved and comes again. Times are simulated, for the card
-that is named.
+process (where they are thousands, each shape once): a batch that runs out of memory counts as such, is halved and comes
+again. Times are simulated, for the card that is named.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -30,7 +31,7 @@ from token_peers import (
     crossfit_estimate,
     crossfit_shapes,
 )
-from virtual_encoder import Encoder, Ran, ShapeFile, VirtualEncoder, on_card
+from virtual_encoder import Encoder, Ran, ShapeFile, on_card
 
 import vramfit
 from vramfit.gpus import find_gpu
@@ -40,6 +41,9 @@ from vramfit.writing import write_text
 MEDIAN, LONGEST, SPREAD = 200, 8192, 1.0
 BUDGET = 0.98
 """Part of the card beside the context that our batches may take: the margin of a plan."""
+
+MANY = 1000
+"""Batches of which each shape is run once, where they are more."""
 
 CACHE = Path(".cache") / "token_batching.json"
 
@@ -79,16 +83,16 @@ def our_shapes() -> list[tuple[int, int]]:
 
 
 class Runner:
-    """Runs batches on a card and keeps the account."""
+    """Runs batches and keeps the account."""
 
-    def __init__(self, card: VirtualEncoder, lengths: list[int]) -> None:
-        self._card, self._lengths = card, lengths
+    def __init__(self, run: Callable[[int, int], Ran], lengths: list[int]) -> None:
+        self._run, self._lengths = run, lengths
         self._results = vramfit.batches([1], peak=lambda _items, _length: 1, budget=1).ordered()
         self.seconds, self.ooms, self.batches, self.computed = 0.0, 0, 0, 0
 
     def run(self, numbers: list[int], length: int) -> Ran:
         """One batch; its texts are done where it fits."""
-        ran = self._card.run(len(numbers), length)
+        ran = self._run(len(numbers), length)
         self.seconds += ran.seconds
         if not ran.fits:
             self.ooms += 1
@@ -166,20 +170,28 @@ def compare(gpu: str, encoder: Encoder, texts: int, cache: Path) -> Iterator[Way
     with file.measuring() as measure:
         shapes = len(ours) + plan.confirm(lambda *shape: measure(*shape).reserved_bytes or None)
     with on_card(gpu, encoder) as card:
-        runner = Runner(card, lengths)
+        runner = Runner(card.run, lengths)
         run_ours(runner, plan)
         yield runner.way("vramfit.batches", shapes)
     grid = allocated(file.measure_all(crossfit_shapes(LONGEST)))
     whole = int(spec.total_bytes / GIB)  # it reads whole gigabytes: "8GB"
     with on_card(gpu, encoder) as card:
-        runner = Runner(card, lengths)
+        runner = Runner(card.run, lengths)
         run_peers(runner, lengths, crossfit_batches(lengths, crossfit_estimate(grid), whole / 2.5))
         yield runner.way("crossfit's regression", len(grid))
     for name, tokens in budgets_of_tokens(ours, lengths):
-        with on_card(gpu, encoder) as card:
-            runner = Runner(card, lengths)
-            run_peers(runner, lengths, budget_batches(lengths, tokens))
-            yield runner.way(f"{tokens:,} {name}", 0)
+        batches = budget_batches(lengths, tokens)
+        with contextlib.ExitStack() as stack:
+            # Thousands of small batches that fit by far: each shape is run once.
+            small = len(batches) > MANY
+            run = (
+                stack.enter_context(file.measuring())
+                if small
+                else stack.enter_context(on_card(gpu, encoder)).run
+            )
+            runner = Runner(run, lengths)
+            run_peers(runner, lengths, batches)
+        yield runner.way(f"{tokens:,} {name}", 0)
 
 
 def main() -> int:
@@ -193,7 +205,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     encoder = Encoder(attention=given.attention, layers=given.layers)
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 140)
     table = Table(title=f"{given.texts:,} texts, BERT-base in float16, {given.attention}, {given.gpu}")
     for name in ("way", "batches", "padding", "out of memory", "seconds (simulated)", "measured", "in order"):
         table.add_column(name, justify="left" if name == "way" else "right")

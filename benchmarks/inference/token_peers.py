@@ -81,13 +81,16 @@ def crossfit_batches(lengths: Sequence[int], estimate: Estimate, limit_gib: floa
     return found
 
 
-def budget_batches(lengths: Sequence[int], tokens: int) -> list[PeerBatch]:
-    """Items sorted by length, as many as stay within so many tokens, padding included; one at least."""
+def budget_batches(lengths: Sequence[int], tokens: int, multiple: int = 8) -> list[PeerBatch]:
+    """Items sorted by length, as many as stay within so many tokens, padding included; one at least.
+
+    Lengths are rounded up to a multiple, as tokenizers' ``pad_to_multiple_of`` does.
+    """
     order = sorted(range(len(lengths)), key=lambda number: -lengths[number])
     found: list[PeerBatch] = []
     begin = 0
     while begin < len(order):
-        longest = lengths[order[begin]]
+        longest = -(-lengths[order[begin]] // multiple) * multiple
         end = begin + max(1, tokens // longest)
         found.append(PeerBatch(order[begin:end], longest))
         begin = end

@@ -35,6 +35,15 @@ class RowSlice:
     tensor: torch.Tensor
     dims: Mapping[int, int]
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the tensor."""
+        return tuple(self.tensor.shape)
+
+    def empty(self, axis: int) -> torch.Tensor:
+        """The tensor with nothing along an axis."""
+        return self.block({axis: (0, 0)})
+
     def block(self, spans: Spans) -> torch.Tensor:
         """A view of a block."""
         found = self.tensor
@@ -46,18 +55,58 @@ class RowSlice:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class RowView:
+    """Another recipe's result, of which an operation takes the same entries, though its axes are numbered otherwise.
+
+    Attributes:
+        axes: for axes of the operation, those of the other recipe.
+        dims: where the operation's axes are in the result; what is no axis of the other recipe is computed whole, and
+            cut.
+    """
+
+    node: RowNode
+    axes: Mapping[int, int]
+    dims: Mapping[int, int]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the result."""
+        return self.node.shape
+
+    def empty(self, axis: int) -> torch.Tensor:
+        """A result with nothing along an axis; where it has not that axis, one value in the place of all."""
+        if axis not in self.dims:
+            return self.node.sample.new_empty(()).expand(self.shape)
+        sizes = list(self.shape)
+        sizes[self.dims[axis]] = 0
+        return self.node.sample.new_empty(sizes)
+
+    def block(self, spans: Spans) -> torch.Tensor:
+        """A block, computed now."""
+        inner = {self.axes[axis]: span for axis, span in spans.items() if axis in self.axes}
+        found = RowProgram(self.node).block(inner)
+        for axis, dim in self.dims.items():
+            if axis in spans and axis not in self.axes:
+                start, stop = spans[axis]
+                found = found.narrow(dim, start, stop - start)
+        return found
+
+
+@dataclass(slots=True, eq=False)
 class RowNode:
     """One operation of a recipe.
 
     Attributes:
         func: the operation, called with `args` and `kwargs`, in which a `RowNode` stands for its block and a `RowSlice`
-            for that of a tensor that exists.
+            for that of a tensor that exists, a `RowView` for that of another recipe.
         shape: of the result.
         dims: where its axes are. See NOTE [Axes of a recipe].
         samples: for each axis, the result with nothing along it.
         item: which of several results; None for the only one.
         autocast: whether it was on, and its dtype.
         versions: of the tensors that exist, so that a later change is noticed.
+        product: whether a product is on the way, which is not computed more often than need be.
+        done: whether it was computed once.
     """
 
     func: Callable[..., Any]
@@ -70,6 +119,8 @@ class RowNode:
     autocast: tuple[bool, torch.dtype] | None = None
     versions: tuple[tuple[torch.Tensor, int], ...] = ()
     parents: tuple[RowNode, ...] = ()
+    product: bool = False
+    done: bool = False
 
     @property
     def sample(self) -> torch.Tensor:
@@ -87,7 +138,7 @@ class RowNode:
         def resolved(leaf: Any) -> Any:
             if isinstance(leaf, RowNode):
                 return values[id(leaf)]
-            return leaf.block(spans) if isinstance(leaf, RowSlice) else leaf
+            return leaf.block(spans) if isinstance(leaf, RowSlice | RowView) else leaf
 
         leaves, spec = tree_flatten((self.args, self.kwargs))
         args, kwargs = tree_unflatten([resolved(leaf) for leaf in leaves], spec)
@@ -137,18 +188,40 @@ class RowProgram:
         found: torch.Tensor = values[id(self.node)]
         return found
 
-    def blocks(self, large: RowNode, slice_bytes: int) -> Iterator[Spans]:
-        """Blocks in which `large`, the largest result on the way, takes no more than some bytes, or one row.
+    def finish(self) -> None:
+        """Note that everything was computed once."""
+        for node in self._order:
+            node.done = True
 
-        The innermost axes are kept whole as far as possible: a head's scores read its keys once.
+    def results(self) -> Iterator[tuple[int, dict[int, int]]]:
+        """Bytes and extents by axis of all results on the way, those of other recipes too."""
+        for node in self._order:
+            yield node.nbytes, {axis: node.shape[dim] for axis, dim in node.dims.items()}
+            for leaf in tree_flatten((node.args, node.kwargs))[0]:
+                if isinstance(leaf, RowView):
+                    outer = {inner: axis for axis, inner in leaf.axes.items()}
+                    for nbytes, extents in RowProgram(leaf.node).results():
+                        yield nbytes, {outer[one]: size for one, size in extents.items() if one in outer}
+
+    def blocks(self, slice_bytes: int) -> Iterator[Spans]:
+        """Blocks in which no result on the way takes more than some bytes, or one entry of each axis.
+
+        The innermost axes are kept whole as far as possible: a head's scores read its keys once. What has few axes is
+        looked at first, since there is less to choose.
         """
-        axes = [axis for axis in sorted(self.node.dims) if axis in large.dims]
-        extents = {axis: large.shape[large.dims[axis]] for axis in axes}
-        unit = large.nbytes // max(1, math.prod(extents.values()))
-        steps: dict[int, int] = {}
-        for axis in reversed(axes):
-            steps[axis] = max(1, min(extents[axis], slice_bytes // max(1, unit)))
-            unit *= extents[axis]
+        node = self.node
+        axes = sorted(node.dims)
+        extents = {axis: node.shape[node.dims[axis]] for axis in axes}
+        steps = dict(extents)
+        on_the_way = [(nbytes, sizes) for nbytes, sizes in self.results() if nbytes > slice_bytes]
+        for nbytes, sizes in sorted(on_the_way, key=lambda item: len(item[1])):
+            shared = [axis for axis in axes if axis in sizes]
+            for axis in shared:
+                held = nbytes * math.prod(steps[one] for one in shared)
+                held = held // math.prod(extents[one] for one in shared)
+                if held <= slice_bytes:
+                    break
+                steps[axis] = max(1, steps[axis] * slice_bytes // held)
 
         def nested(rest: list[int], spans: dict[int, tuple[int, int]]) -> Iterator[Spans]:
             if not rest:
@@ -199,8 +272,10 @@ class DeferredRows(torch.Tensor):
     def values(self) -> torch.Tensor:
         """All values, kept from now on."""
         if self.facts.full is None:
+            program = RowProgram(self.facts.node)
             with torch.no_grad():
-                self.facts.full = RowProgram(self.facts.node).block({})
+                self.facts.full = program.block({})
+            program.finish()
         return self.facts.full
 
     @classmethod

@@ -21,6 +21,9 @@ from vramfit.workload.containers import mapped_leaves
 GROWTH = 2
 """How many times larger than its larger factor a product has to be: otherwise nothing is gained."""
 
+MOST_HEADS = 64
+"""Of a table of relative biases: a wider one holds embeddings, which are read several times."""
+
 _T: Any = torch.Tensor
 
 
@@ -62,8 +65,9 @@ class RowDeferring(TorchFunctionMode):
     ) -> Any:
         """The operation, or its rows to be."""
         kwargs = kwargs or {}
-        if func in _PRODUCTS and not torch.is_grad_enabled():
-            found = self._deferred(func, args, kwargs)
+        if (func in _PRODUCTS or func in _LOOK_UPS) and not torch.is_grad_enabled():
+            defer = self._deferred if func in _PRODUCTS else self._looked_up
+            found = defer(func, args, kwargs)
             if found is not NotImplemented:
                 return found
         # The virtual GPU replaces it in its module, so that the present one is looked up.
@@ -105,6 +109,25 @@ class RowDeferring(TorchFunctionMode):
             else NotImplemented
         )
 
+    def _looked_up(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A bias for each pair and head, looked up in a table by how far the two lie apart."""
+        if len(args) < 2 or kwargs.get("max_norm") is not None:  # which changes the table
+            return NotImplemented
+        index, table = args[:2] if func is F.embedding else (args[1], args[0])
+        if not all(type(one) in (torch.Tensor, nn.Parameter) or _is_fake(one) for one in (index, table)):
+            return NotImplemented
+        pairs = not index.is_floating_point() and index.dtype not in (torch.bool, torch.uint8)
+        if not (self._chunks.attention and pairs and table.dim() == 2 and index.dim() >= 2):
+            return NotImplemented
+        if not GROWTH <= table.shape[1] <= MOST_HEADS:
+            return NotImplemented
+        if index.numel() * table.shape[1] * table.element_size() <= self._chunks.slice_bytes:
+            return NotImplemented
+        dims = {dim: dim for dim in range(index.dim()) if index.shape[dim] > 1}
+        cut = RowSlice(index, dims)
+        given = (cut, table) if func is F.embedding else (table, cut)
+        return deferred(func, given, {}, self._chunks.slice_bytes)
+
 
 def _with_axes(right: torch.Tensor, left: torch.Tensor, leading: set[int]) -> torch.Tensor | RowSlice:
     """The right factor, cut along the leading dimensions that it shares with the left one."""
@@ -121,6 +144,7 @@ def _is_fake(tensor: Any) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
+_LOOK_UPS = frozenset({_T.__getitem__, F.embedding})
 _ATTENTION = F.scaled_dot_product_attention
 _PRODUCTS = frozenset({torch.matmul, torch.bmm, _T.matmul, _T.bmm, _T.__matmul__, F.linear})
 

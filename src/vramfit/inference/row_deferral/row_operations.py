@@ -17,6 +17,7 @@ from vramfit.inference.row_deferral.deferred_rows import (
     RowProgram,
     RowsFacts,
     RowSlice,
+    RowView,
     autocast_now,
     with_values,
 )
@@ -35,6 +36,9 @@ def call_with_rows(func: Func, args: Args, kwargs: Named) -> Any:
     if not args and isinstance(kwargs.get("input"), DeferredRows):
         args, kwargs = (kwargs["input"],), {name: value for name, value in kwargs.items() if name != "input"}
     if func in _HANDLERS and not torch.is_grad_enabled() and "out" not in kwargs:
+        args, kwargs = _settled(args, kwargs)
+        if not any(isinstance(leaf, DeferredRows) for leaf in tree_flatten((args, kwargs))[0]):
+            return func(*args, **kwargs)
         found = _HANDLERS[func](func, args, kwargs)
         if found is not NotImplemented:
             return found
@@ -44,6 +48,26 @@ def call_with_rows(func: Func, args: Args, kwargs: Named) -> Any:
     plain_args, plain_kwargs = with_values((args, kwargs))
     result = func(*plain_args, **plain_kwargs)
     return args[0] if writes else result
+
+
+def _settled(args: Args, kwargs: Named) -> tuple[Args, Named]:
+    """Arguments with the values of what is used a second time, lest it be computed for every use.
+
+    A recipe without a product, as that of a relative bias, may be: until a tensor of its own size is added, which it
+    would keep alive.
+    """
+    leaves, spec = tree_flatten((args, kwargs))
+    largest = max((leaf.numel() for leaf in leaves if type(leaf) is torch.Tensor), default=0)
+
+    def settled(leaf: Any) -> Any:
+        if not isinstance(leaf, DeferredRows):
+            return leaf
+        node = leaf.facts.node
+        again = node.done and (node.product or 2 * largest >= math.prod(node.shape))
+        return leaf.values() if again or leaf.facts.full is not None else leaf
+
+    made: tuple[Args, Named] = tree_unflatten([settled(leaf) for leaf in leaves], spec)
+    return made
 
 
 def deferred(func: Func, args: Args, kwargs: Named, slice_bytes: int, lost: frozenset[int] = NONE) -> Any:
@@ -58,7 +82,7 @@ def deferred(func: Func, args: Args, kwargs: Named, slice_bytes: int, lost: froz
     """
     leaves = tree_flatten((args, kwargs))[0]
     parents = tuple(leaf for leaf in leaves if isinstance(leaf, RowNode))
-    with_axes = [leaf for leaf in leaves if isinstance(leaf, RowNode | RowSlice)]
+    with_axes = [leaf for leaf in leaves if isinstance(leaf, RowNode | RowSlice | RowView)]
     of_parents = [set(one.dims) for one in parents] or [{axis for one in with_axes for axis in one.dims}]
     axes = set.intersection(*of_parents) - lost
     samples = {axis: _sampled(func, args, kwargs, axis) for axis in sorted(axes)}
@@ -89,6 +113,7 @@ def deferred(func: Func, args: Args, kwargs: Named, slice_bytes: int, lost: froz
             autocast=autocast_now(parts[axis].device.type),
             versions=versions,
             parents=parents,
+            product=func in _PRODUCTS or any(parent.product for parent in parents),
         )
         return DeferredRows.make(RowsFacts(node, slice_bytes, call_with_rows))
 
@@ -99,10 +124,10 @@ def deferred(func: Func, args: Args, kwargs: Named, slice_bytes: int, lost: froz
     return NotImplemented if any(one is NotImplemented for one in several) else type(first)(several)
 
 
-def _extent(leaves: Sequence[RowNode | RowSlice], axis: int) -> int:
+def _extent(leaves: Sequence[RowNode | RowSlice | RowView], axis: int) -> int:
     for leaf in leaves:
         if axis in leaf.dims:
-            return int((leaf.tensor if isinstance(leaf, RowSlice) else leaf).shape[leaf.dims[axis]])
+            return leaf.shape[leaf.dims[axis]]
     raise LookupError(axis)
 
 
@@ -112,7 +137,7 @@ def _sampled(func: Func, args: Args, kwargs: Named, axis: int) -> Any:
     def none(leaf: Any) -> Any:
         if isinstance(leaf, RowNode):
             return leaf.samples[axis]
-        return leaf.block({axis: (0, 0)}) if isinstance(leaf, RowSlice) else leaf
+        return leaf.empty(axis) if isinstance(leaf, RowSlice | RowView) else leaf
 
     leaves, spec = tree_flatten((args, kwargs))
     plain_args, plain_kwargs = tree_unflatten([none(leaf) for leaf in leaves], spec)
@@ -120,28 +145,41 @@ def _sampled(func: Func, args: Args, kwargs: Named, axis: int) -> Any:
 
 
 def _encoded(args: Args, kwargs: Named) -> tuple[Args, Named] | None:
-    """Arguments with nodes and slices; None where axes do not meet under broadcasting, or values exist."""
+    """Arguments with nodes, views and slices; None where entries do not meet under broadcasting, or values exist.
+
+    Axes are those of the argument that has most of them.
+    """
     leaves, spec = tree_flatten((args, kwargs))
     known = [leaf.facts for leaf in leaves if isinstance(leaf, DeferredRows)]
     if any(facts.full is not None for facts in known):
         return None
-    shared = set.intersection(*(set(facts.node.dims) for facts in known))
-    places: dict[int, tuple[int, int]] = {}
-    for axis in shared:
-        found = {(len(f.node.shape) - f.node.dims[axis], f.node.shape[f.node.dims[axis]]) for f in known}
-        if len(found) != 1:
-            return None
-        (places[axis],) = found
-    if not places:
-        return None
+    places = _places(max((facts.node for facts in known), key=lambda node: len(node.dims)))
 
     def encoded(leaf: Any) -> Any:
         if isinstance(leaf, DeferredRows):
-            return leaf.facts.node
+            own = _places(leaf.facts.node)
+            return leaf.facts.node if own == places else _view(leaf.facts.node, own, places)
         return _sliced(leaf, places) if isinstance(leaf, torch.Tensor) else leaf
 
     made: tuple[Args, Named] = tree_unflatten([encoded(leaf) for leaf in leaves], spec)
     return made
+
+
+def _places(node: RowNode) -> dict[int, tuple[int, int]]:
+    """For each axis, its dimension counted from the right, and its size."""
+    return {axis: (len(node.shape) - dim, node.shape[dim]) for axis, dim in node.dims.items()}
+
+
+def _view(node: RowNode, own: dict[int, tuple[int, int]], places: dict[int, tuple[int, int]]) -> RowView:
+    """A recipe's result by the axes of another, which broadcasts with it."""
+    inner = {place: axis for axis, place in own.items()}
+    axes = {axis: inner[place] for axis, place in places.items() if place in inner}
+    dims = {
+        axis: len(node.shape) - from_right
+        for axis, (from_right, size) in places.items()
+        if len(node.shape) >= from_right and node.shape[-from_right] == size
+    }
+    return RowView(node, axes, dims)
 
 
 def _sliced(tensor: torch.Tensor, places: dict[int, tuple[int, int]]) -> torch.Tensor | RowSlice:
@@ -238,6 +276,21 @@ def _viewed(func: Func, args: Args, kwargs: Named) -> Any:
     return found
 
 
+def _indexed(_func: Func, args: Args, kwargs: Named) -> Any:
+    """Slices that take everything: the tensor itself. Any other selection gets the whole."""
+    rows, index = args
+    if not isinstance(rows, DeferredRows) or rows.facts.full is not None or kwargs:
+        return NotImplemented
+    items = index if isinstance(index, tuple) else (index,)
+    if len(items) > rows.dim() or not all(isinstance(item, slice) for item in items):
+        return NotImplemented
+    whole = all(range(size)[item] == range(size) for item, size in zip(items, rows.shape, strict=False))
+    if not whole:
+        return NotImplemented
+    rows.facts.aliased = True
+    return rows
+
+
 def _reshaped(_func: Func, args: Args, kwargs: Named) -> Any:
     """Another shape in which the rows are a dimension of their own, too."""
     rows = args[0]
@@ -311,14 +364,16 @@ def _product(func: Func, args: Args, kwargs: Named) -> Any:
     if last is NotImplemented:
         return NotImplemented
     program, out = RowProgram(last.facts.node), None
-    for spans in program.blocks(node, slice_bytes):
+    for spans in program.blocks(slice_bytes):
         block = program.block(spans)
         if out is None:
             if tuple(block.shape) == last.facts.node.shape:
+                program.finish()
                 return block
             out = torch.empty(last.facts.node.shape, dtype=block.dtype, device=block.device)
         RowSlice(out, last.facts.node.dims).block(spans).copy_(block)
         del block
+    program.finish()
     return out
 
 
@@ -425,6 +480,7 @@ _METADATA = frozenset(
         *(getattr(_T, name).__get__ for name in ("is_sparse", "is_mps", "is_leaf", "grad_fn", "is_nested")),
     ]
 )
+_PRODUCTS = frozenset(_named((torch, _T, F), "matmul bmm linear __matmul__"))
 _HANDLERS: dict[Func, Callable[[Func, Args, Named], Any]] = {
     **dict.fromkeys(_POINTWISE, _pointwise),
     **dict.fromkeys(_ALONG, _along_dim),
@@ -433,5 +489,6 @@ _HANDLERS: dict[Func, Callable[[Func, Args, Named], Any]] = {
     **dict.fromkeys(_named((torch, _T, F), "layer_norm rms_norm"), _normalised),
     **dict.fromkeys(_named((torch, F), "dropout"), _dropped),
     **dict.fromkeys(_named((_T, torch), "view reshape"), _reshaped),
-    **dict.fromkeys(_named((torch, _T, F), "matmul bmm linear __matmul__"), _product),
+    _T.__getitem__: _indexed,
+    **dict.fromkeys(_PRODUCTS, _product),
 }
