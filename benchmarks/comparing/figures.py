@@ -9,6 +9,9 @@ says what its figure means, and is judged by it and by the row's own error bar. 
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -46,6 +49,8 @@ class FigureEntry:
         program: a script below benchmarks and its arguments, as python would be given them.
         total_bytes: memory that was seen on that very card; 0 for the catalogue's.
         alloc_conf: settings of the allocator.
+        prints: whether the program asks the virtual GPU itself, about a part of what it does, and prints ``predicted``,
+            ``below`` and ``above`` in bytes as JSON in its last line.
         needs: packages that the program imports; it is skipped where one is missing.
         note: what a reader should know of the row.
     """
@@ -60,6 +65,7 @@ class FigureEntry:
     most_bytes: int = 0
     total_bytes: int = 0
     alloc_conf: str | None = None
+    prints: bool = False
     needs: tuple[str, ...] = ()
     note: str = ""
 
@@ -128,6 +134,8 @@ def predict_figure(entry: FigureEntry, kept: Results) -> MeasuredFigure:
 
 def _prediction(entry: FigureEntry, program: Path) -> dict[str, Any]:
     """What a run adds to a row."""
+    if entry.prints:
+        return _printed([sys.executable, str(program), *entry.program[1:]])
     spec = find_gpu(entry.card)
     if entry.total_bytes:
         spec = replace(spec, total_bytes=entry.total_bytes)
@@ -142,6 +150,19 @@ def _prediction(entry: FigureEntry, program: Path) -> dict[str, Any]:
     if run.exit_code:
         return {"reason": NOT_ONE.format(code=run.exit_code, error=run.error)}
     return judged(run, entry.meaning)
+
+
+def _printed(command: Sequence[str]) -> dict[str, Any]:
+    """What a program prints that asks the virtual GPU itself."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    lines = done.stdout.splitlines()
+    try:
+        found = json.loads(lines[-1]) if lines else {}
+        sizes = {name: int(found[name]) for name in ("predicted", "below", "above")}
+    except (ValueError, KeyError, TypeError):
+        told = (done.stderr.splitlines() or ["it printed no prediction"])[-1]
+        return {"reason": NOT_ONE.format(code=done.returncode, error=told)}
+    return sizes if not done.returncode else {"reason": NOT_ONE.format(code=done.returncode, error="")}
 
 
 def judged(run: Run, meaning: Meaning) -> dict[str, Any]:

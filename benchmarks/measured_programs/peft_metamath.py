@@ -124,6 +124,10 @@ PUBLISHED = {
 ``ln_tuning/llama-3.2-3B-default``, ``ia3/llama-3.2-3B-default`` and ``oft/llama-3.2-3B-rank32`` of their results."""
 
 
+DRAW = 0.01
+"""Part of the maximum by which draws of lengths differ that suit the published figures equally well."""
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Print a row a training; returns the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -134,6 +138,9 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--seed", type=int, default=SEED, help="of the lengths")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    parser.add_argument(
+        "--row", action="store_true", help="print the maximum of one training for accuracy.py"
+    )
     options = parser.parse_args(arguments)
     unknown = sorted(set(options.names) - set(PUBLISHED))
     if unknown:
@@ -141,6 +148,10 @@ def main(arguments: list[str] | None = None) -> int:
     if options.first < 1 or options.longest < LEAST_LONGEST:
         parser.error(f"--first has to be at least 1, and --longest {LEAST_LONGEST} (for the 99th percentile)")
     drawn = chosen(buckets(options.seed), options.first, options.longest)
+    if options.row:
+        size = predicted(options.names[0], drawn).maximum
+        print(json.dumps({"predicted": size, "below": round(DRAW * size), "above": round(DRAW * size)}))
+        return 0
     results = {}
     print("| training | maximum | published | | 99th percentile | published | | average | published | |")
     print("|---|---|---|---|---|---|---|---|---|---|")

@@ -25,6 +25,7 @@ answer as on torchao's page takes four of these; all 128 tokens take ten to twel
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from typing import Any
 
@@ -54,7 +55,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--answer", type=int, default=ANSWER, help="new tokens")
     parser.add_argument("--layers", type=int, default=LAYERS, help="of the model")
+    parser.add_argument("--row", action="store_true", help="print the prediction for accuracy.py")
     options = parser.parse_args(arguments)
+    if options.row:
+        size = predicted(options.answer, options.layers)
+        print(json.dumps({"predicted": size, "below": 0, "above": 0}))
+        return 0
     then = predicted(options.answer, options.layers) / 1e9
     now = predicted(options.answer, options.layers, then=False) / 1e9
     print("| | published, GB | predicted | |\n|---|---:|---:|---:|")

@@ -123,7 +123,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", choices=["comfyui", "invokeai"], help="figures of this source")
     parser.add_argument("--longest", type=int, default=2048, metavar="PIXELS", help="no larger images")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    parser.add_argument(
+        "--row",
+        nargs=4,
+        metavar=("SOURCE", "OPERATION", "HEIGHT", "WIDTH"),
+        help="print one prediction for accuracy.py",
+    )
     options = parser.parse_args(arguments)
+    if options.row:
+        print(json.dumps(row_of(*options.row)))
+        return 0
     results: dict[str, Any] = {}
     if options.only != "invokeai":
         results["comfyui"] = list(comfyui_rows(options.longest))
@@ -132,6 +141,14 @@ def main(arguments: list[str] | None = None) -> int:
     if options.json:
         options.json.write_text(json.dumps(results, indent=1) + "\n")
     return 0
+
+
+def row_of(source: str, operation: str, height: str, width: str) -> dict[str, int]:
+    """One prediction: what is allocated for ComfyUI, whose programs take no cuDNN, and the growth for InvokeAI."""
+    if source == "comfyui":
+        return {"predicted": comfyui(operation, int(height)), "below": 0, "above": 0}
+    found = invokeai(operation, int(height), int(width))
+    return {"predicted": found.growth, "below": found.below, "above": found.above}
 
 
 def comfyui_rows(longest: int) -> Iterator[dict[str, Any]]:

@@ -114,6 +114,26 @@ def test_a_program_is_run_and_judged_by_what_the_figure_counts(folder: Path) -> 
     assert predict_figure(entry, kept).error == 0
 
 
+PRINTING = """
+import json
+import sys
+
+print("some words")
+print(json.dumps({"predicted": 102 * 2**20, "below": 5, "above": 7}) if sys.argv[1] == "40" else "nothing")
+"""
+
+
+def test_a_program_may_print_its_prediction(folder: Path) -> None:
+    (folder / "program.py").write_text(PRINTING)
+    (entry,) = read_figures(written(folder, ENTRY + "prints = true\n"))
+    kept = Results(folder=folder / "results")
+    found = predict_figure(entry, kept)
+    assert (found.predicted, found.below, found.above) == (102 * MIB, 5, 7)
+    assert found.within is True or found.error == 0
+    failing = predict_figure(replace(entry, program=("program.py", "41")), kept)
+    assert failing.predicted is None and "printed no prediction" in str(failing.reason)
+
+
 def test_what_cannot_be_run_says_why(folder: Path) -> None:
     (entry,) = read_figures(written(folder, ENTRY))
     kept = Results(folder=folder / "results")
