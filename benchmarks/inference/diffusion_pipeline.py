@@ -4,8 +4,8 @@
 
 Two text encoders, a U-Net and a VAE in float16 with drawn weights, one picture of 1,024 x 1,024, as configured at
 huggingface.co/stabilityai/stable-diffusion-xl-base-1.0. Peers are diffusers' pipeline as its users run it: as it is,
-with the VAE in tiles, with models moved to the card when they are used (``enable_model_cpu_offload``), and layer by
-layer (``enable_sequential_cpu_offload``); the VAE stays in float16 everywhere. The plan is for a module with the same
+with the VAE in tiles, and with models moved to the card when they are used (``enable_model_cpu_offload``); the VAE stays
+in float16 everywhere. The plan is for a module with the same
 parts. All run on the virtual card, the context included; seconds are simulated.
 """
 
@@ -36,7 +36,6 @@ PEERS = {
     "diffusers, VAE in tiles": ("tiling",),
     "diffusers, models offloaded": ("models",),
     "diffusers, models offloaded, VAE in tiles": ("models", "tiling"),
-    "diffusers, layer by layer": ("layers",),
 }
 """What each peer turns on."""
 
@@ -152,8 +151,6 @@ def run_peer(options: tuple[str, ...], steps: int) -> None:
     pipe.set_progress_bar_config(disable=True)
     if "models" in options:
         pipe.enable_model_cpu_offload()
-    elif "layers" in options:
-        pipe.enable_sequential_cpu_offload()
     else:
         pipe.to("cuda")
     if "tiling" in options:
