@@ -4,9 +4,9 @@
 
 Two text encoders, a U-Net and a VAE in float16 with drawn weights, one picture of 1,024 x 1,024, as configured at
 huggingface.co/stabilityai/stable-diffusion-xl-base-1.0. Peers are diffusers' pipeline as its users run it: as it is,
-with the VAE in tiles, and with models moved to the card when they are used (``enable_model_cpu_offload``); the VAE stays
-in float16 everywhere. The plan is for a module with the same
-parts. All run on the virtual card, the context included; seconds are simulated.
+with the VAE in tiles, and with models moved to the card when they are used (``enable_model_cpu_offload``); the VAE
+stays in float16 everywhere. The plan is for a module with the same parts. All run on the virtual card, the context
+included; seconds are simulated.
 """
 
 from __future__ import annotations
