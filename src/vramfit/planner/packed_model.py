@@ -14,6 +14,7 @@ from typing import Any
 
 import cloudpickle
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from vramfit.errors import UsageError
 from vramfit.workload import Batch, Workload
@@ -58,7 +59,9 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
             )
         storage = obj.untyped_storage()
         with torch.no_grad():
-            small = obj.numel() <= _SMALL
+            small = obj.numel() <= _SMALL and not isinstance(
+                obj, FakeTensor
+            )  # on a virtual card there are none
             values = obj.detach().cpu().numpy(force=True) if small and obj.dtype in _WITH_NUMPY else None
         return _TensorForm(
             key=id(obj),
