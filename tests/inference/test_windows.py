@@ -112,6 +112,9 @@ def test_whole_windows_are_pooled_by_their_tokens() -> None:
     mean = WindowSettings(window=5, overlap=0, prefix=0, suffix=0, batch_size=1)
     # Windows 1 to 5 and 4 to 8, for the last is not short: means 3 and 6 of five tokens each.
     assert run_in_windows(model, tokens, None, mean).item() == 4.5
+    wide = WindowSettings(window=5, overlap=0, prefix=0, suffix=0, pooled=("",))
+    as_wide = run_in_windows(lambda tokens, mask: model(tokens, mask).expand(-1, 5), tokens, None, wide)
+    assert as_wide.tolist() == [[4.5] * 5]
     largest = WindowSettings(window=5, overlap=0, prefix=0, suffix=0, pool=WindowPool.MAX)
     assert run_in_windows(model, tokens, None, largest).item() == 6.0
 

@@ -59,6 +59,8 @@ class WindowSettings:
         batch_size: windows that run at once.
         join: the rule for outputs of a token.
         pool: the rule for outputs of a window.
+        pooled: outputs of windows as wholes, by their paths, whose second dimension only happens to be as long as a
+            window: ``("pooler_output",)``; the empty text is an output that is one tensor.
 
     Raises:
         UsageError: nothing is left of a window beside what it shares.
@@ -72,6 +74,7 @@ class WindowSettings:
     batch_size: int = 8
     join: WindowJoin = WindowJoin.CENTRE
     pool: WindowPool = WindowPool.MEAN
+    pooled: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Check the numbers."""
@@ -258,10 +261,9 @@ class JoinedWindows:
             raise UsageError(
                 f"output {path or 'of the model'} is one number for all windows", "Leave losses out"
             )
-        window_sizes = {
-            len(self._windows[first + row].positions(self._settings)) for row in range(len(value))
-        }
-        of_tokens = value.dim() > 1 and value.shape[1] == max(window_sizes)
+        some = self._windows[first : first + len(value)]
+        longest = max(len(window.positions(self._settings)) for window in some)
+        of_tokens = path not in self._settings.pooled and value.dim() > 1 and value.shape[1] == longest
         if path not in self._sums:
             wide = value.dtype if value.is_floating_point() else torch.float32
             fill = -torch.inf if not of_tokens and self._settings.pool is WindowPool.MAX else 0
