@@ -45,7 +45,7 @@ BUDGET = 0.98
 MANY = 1000
 """Batches of which each shape is run once, where they are more."""
 
-CACHE = Path(".cache") / "token_batching.json"
+CACHE = Path("build") / "token_batching.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
