@@ -260,7 +260,7 @@ def _picked(outputs: Any, dim: int, kept: torch.Tensor) -> Any:
 
 def _agree(found: Any, expected: Any, bounds: dict[torch.dtype, float]) -> bool:
     """Whether all tensors agree, floating ones but for rounding."""
-    these, those = tensors_in(found), tensors_in(expected)
+    these, those = list(tensors_in(found)), list(tensors_in(expected))
     if len(these) != len(those):
         return False
     return all(_close(one, other, bounds) for one, other in zip(these, those, strict=True))

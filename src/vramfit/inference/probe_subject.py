@@ -6,13 +6,14 @@ import contextlib
 import copy
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
+
+from vramfit.workload.containers import tensors_in
 
 _MOST_BYTES = 8 << 30
 """Of a copy's parameters in float64."""
@@ -52,7 +53,7 @@ class ProbeSubject:
             )
             self.device = _device_of(self.module)
             self._args, self._kwargs = _arguments(example)
-            given = [*_tensors((self._args, self._kwargs))]
+            given = [*tensors_in((self._args, self._kwargs))]
             spatial = [one for one in given if one.dim() >= 3 and one.is_floating_point()]
             if not spatial:
                 raise ProbeStoppedError("its input has no spatial dimensions")
@@ -93,7 +94,7 @@ class ProbeSubject:
                 stack.enter_context(_kept_buffers(self.module))
             args = _exchanged(self._args, self._varied, given, self.device)
             kwargs = _exchanged(self._kwargs, self._varied, given, self.device)
-            found = [one.detach().cpu() for one in _tensors(self.model(*args, **kwargs))]
+            found = [one.detach().cpu() for one in tensors_in(self.model(*args, **kwargs))]
             self._last = time.monotonic() - began, given.numel()
             return found
 
@@ -180,21 +181,6 @@ def _exchanged(value: Any, varied: torch.Tensor, given: torch.Tensor, device: to
     if isinstance(value, dict):
         return {name: _exchanged(one, varied, given, device) for name, one in value.items()}
     return value
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in tuples, lists, mappings and dataclasses."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for one in value.values():
-            yield from _tensors(one)
-    elif isinstance(value, list | tuple):
-        for one in value:
-            yield from _tensors(one)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            yield from _tensors(getattr(value, field.name))
 
 
 # -- norms ----------------------------------------------------------------------------------------------------------

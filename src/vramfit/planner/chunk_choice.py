@@ -92,7 +92,7 @@ def choose_chunk(
             "a size is chosen for a module, whose structure can be looked at",
             "Give size=, or wrap the function",
         )
-    inputs = tensors_in(call)
+    inputs = list(tensors_in(call))
     device = settings.device or (inputs[0].device if inputs else torch.device("cpu"))
     question = ChunkQuestion(
         call=call,

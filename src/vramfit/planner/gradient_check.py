@@ -102,14 +102,10 @@ def check_promises(workload: Workload, plan: Plan) -> Compared:
 
 def _compared(workload: Workload, plan: Plan, choices: Sequence[Choice]) -> Compared:
     """The comparison of some of a plan's techniques."""
-    try:
-        with torch.device("meta"):
-            shapes = workload.model()
-    except Exception:  # it reads its own values while it is made, as models do that are not large
-        shapes = workload.model()
+    shapes = _shapes(workload)
     paths = frozenset(path for path, _ in shapes.named_modules())
     why = "the model is too large for it here"
-    for way in _ways(workload, plan, sum(4 * parameter.numel() for parameter in shapes.parameters())):
+    for way in _ways(workload, plan, _bytes_of(shapes)):
         comparison = _Comparison(workload, way, paths)
         try:
             with limited(SearchClock(), _LONGEST):
@@ -134,13 +130,22 @@ def _compared(workload: Workload, plan: Plan, choices: Sequence[Choice]) -> Comp
     )
 
 
-def _outputs_compared(workload: Workload, plan: Plan, choices: Sequence[Choice]) -> Compared:
-    """The comparison of the outputs of inference, with the model itself: a stand-in has other receptive fields."""
+def _shapes(workload: Workload) -> nn.Module:
+    """The workload's model, without values where it can be made so."""
     try:
         with torch.device("meta"):
-            model_bytes = sum(4 * parameter.numel() for parameter in workload.model().parameters())
+            return workload.model()
     except Exception:  # it reads its own values while it is made, as models do that are not large
-        model_bytes = sum(4 * parameter.numel() for parameter in workload.model().parameters())
+        return workload.model()
+
+
+def _bytes_of(model: nn.Module) -> int:
+    """Of a model's parameters in 32 bits."""
+    return sum(4 * parameter.numel() for parameter in model.parameters())
+
+
+def _outputs_compared(workload: Workload, plan: Plan, choices: Sequence[Choice]) -> Compared:
+    """The comparison of the outputs of inference, with the model itself: a stand-in has other receptive fields."""
     name = batch_size_name(plan.aim.sizes)
     why = "the model is too large for it here"
     for way in ways_to_try(
@@ -148,7 +153,7 @@ def _outputs_compared(workload: Workload, plan: Plan, choices: Sequence[Choice])
         {**plan.aim.sizes, name: min(2, plan.aim.sizes[name])},
         flops=plan.before.step_flops * 2,
         seconds=_SECONDS,
-        model_bytes=model_bytes,
+        model_bytes=_bytes_of(_shapes(workload)),
         most_bytes=most_model_bytes(_PART, _MOST),
     ):
         if way.model is not None:

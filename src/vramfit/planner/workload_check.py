@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
-
-import torch
 
 from vramfit.errors import UsageError, VramfitError
 from vramfit.launch.job import Failure
 from vramfit.workload import Workload
+from vramfit.workload.containers import tensors_in
 
 
 def check_workload(
@@ -28,7 +26,7 @@ def check_workload(
     """
     progress("the workload's batches")
     batch = _made(workload, sizes)
-    for tensor in tensors_of(batch):
+    for tensor in tensors_in(batch):
         if tensor.device.type != "cpu":
             raise UsageError(
                 f"batch makes a tensor on {tensor.device}",
@@ -52,7 +50,7 @@ def _made(workload: Workload, sizes: Mapping[str, int]) -> Any:
         raise UsageError(
             f"batch({words}) fails: {error}", "Let its arguments be the names in sizes"
         ) from error
-    if next(tensors_of(batch), None) is None:
+    if next(tensors_in(batch), None) is None:
         raise UsageError(
             f"batch({words}) gives no tensor but {type(batch).__name__}",
             "Let it return a tensor, or a tuple or dict",
@@ -60,23 +58,8 @@ def _made(workload: Workload, sizes: Mapping[str, int]) -> Any:
     return batch
 
 
-def tensors_of(batch: Any) -> Iterator[torch.Tensor]:
-    """The tensors of a batch, in order."""
-    if isinstance(batch, torch.Tensor):
-        yield batch
-    elif isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from tensors_of(value)
-    elif isinstance(batch, list | tuple):
-        for value in batch:
-            yield from tensors_of(value)
-    elif is_dataclass(batch) and not isinstance(batch, type):
-        for field in fields(batch):
-            yield from tensors_of(getattr(batch, field.name))
-
-
 def _shapes(batch: Any) -> list[tuple[int, ...]]:
-    return [tuple(tensor.shape) for tensor in tensors_of(batch)]
+    return [tuple(tensor.shape) for tensor in tensors_in(batch)]
 
 
 def _words(shapes: list[tuple[int, ...]]) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -89,6 +90,11 @@ class Tiling(Technique[TilingSetting]):
     phase: ClassVar[AttachStage] = AttachStage.CONTEXT
     setting_type = TilingSetting
     follows: ClassVar[str | None] = "compile"
+    excludes: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {
+            "input-chunking": "both decide which part of the input is on the device; tiles take examples one by one"
+        }
+    )
 
     def options(self, profile: Profile) -> Iterable[TilingSetting]:
         """Squares and cubes, each half as long as the one before, for local models of pictures that do not train."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -43,13 +43,25 @@ def mapped_leaves(value: Any, leaf: Callable[[str, Any], Any], path: str = "") -
     return leaf(path, value) if not entries and made is value else made
 
 
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors in some containers, in order."""
-    return [tensor for _, tensor in named_tensors_in(value)]
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in mappings, lists, tuples and dataclasses, in order; nothing is copied."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for one in value.values():
+            yield from tensors_in(one)
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from tensors_in(one)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name))
 
 
 def named_tensors_in(value: Any) -> list[tuple[str, torch.Tensor]]:
-    """The same with their paths."""
+    """The tensors in some containers, in order, each with its path."""
     import torch
 
     found: list[tuple[str, torch.Tensor]] = []
