@@ -10,7 +10,7 @@ import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "inference"
 CASES = {
-    "tiled_superresolution.py": ([], "("),
+    "tiled_superresolution.py": ([], "larger.npy: (3, 1200, 1600), uint8"),
     "volume_within_budget.py": (["--side", "40"], "(1, 40, 40, 40) labels of torch.uint8"),
     "batches_by_tokens.py": (["--texts", "60"], "(60, 64) embeddings in the order of the texts"),
 }

@@ -13,12 +13,11 @@ from torch import nn
 from vramfit.errors import UsageError
 from vramfit.gpus import GpuSpec
 from vramfit.inference.input_chunks import ChunkSettings, call_in_chunks, find_input_cut, moved
-from vramfit.planner.devices.cost import DeviceBackend
+from vramfit.planner.devices.cost import DeviceBackend, own_step_cost
 from vramfit.planner.live_choice import LiveModel, asked_about
 from vramfit.planner.planner_job import ChooseChunkJob
 from vramfit.planner.tile_search import TileCost, TileOption, TileSearch
 from vramfit.units import format_bytes
-from vramfit.workload import Workload
 from vramfit.workload.containers import tensors_in
 
 Progress = Callable[[str], None]
@@ -143,13 +142,7 @@ def quickest_chunk(
             call = question.call if question.host_inputs else moved(question.call, state.device)
             call_in_chunks(state.model, call, settings, first=_CHUNKS)
 
-        workload = Workload(
-            model=make_model,
-            batch=lambda batch_size: torch.empty(batch_size),
-            sizes={"batch_size": 1},
-            step=step,
-        )
-        found = device.step_cost(workload, {"batch_size": 1}, None)
+        found = own_step_cost(device, make_model, step)
         return TileCost(
             fits=found.peak_reserved_bytes <= limit,
             total_bytes=found.peak_reserved_bytes,

@@ -14,10 +14,9 @@ from vramfit.inference.arrays import Blank
 from vramfit.inference.tile_runner import TileJob
 from vramfit.inference.tile_settings import TileSettings, per_axis, shares_per_axis
 from vramfit.inference.tiled_inference import make_job, rehearse
-from vramfit.planner.devices.cost import DeviceBackend
+from vramfit.planner.devices.cost import DeviceBackend, own_step_cost
 from vramfit.planner.tile_search import TileCost, TileOption, TileSearch, tile_options
 from vramfit.units import format_bytes
-from vramfit.workload import Workload
 
 Progress = Callable[[str], None]
 
@@ -154,16 +153,10 @@ class TileTrial:
             job = self._job(state.model, settings, state.device)
             ran.append((rehearse(job, BATCHES).batches, job.layout.batches))
 
-        workload = Workload(
-            model=self._make,
-            batch=lambda batch_size: torch.empty(batch_size),
-            sizes={"batch_size": 1},
-            step=step,
-        )
-        cost = self._device.step_cost(workload, {"batch_size": 1}, None)
+        cost = own_step_cost(self._device, self._make, step)
         fits = cost.peak_reserved_bytes <= self._limit
         if not fits and cost.peak_reserved_bytes <= _BARELY * self._limit:
-            fits = self._device.step_cost(workload, {"batch_size": 1}, self._limit + cost.outside_bytes).fits
+            fits = own_step_cost(self._device, self._make, step, self._limit + cost.outside_bytes).fits
         batches, of = ran[-1]
         return TileCost(
             fits=fits, total_bytes=cost.peak_reserved_bytes, seconds=cost.step_seconds * of / batches

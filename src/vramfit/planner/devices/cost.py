@@ -169,6 +169,23 @@ def step_cost_with(
     )
 
 
+def own_step_cost(
+    device: DeviceBackend,
+    model: Callable[[], nn.Module],
+    step: Callable[[State, Any], Any],
+    budget: int | None = None,
+) -> StepCost:
+    """What a step of one's own costs that makes its inputs itself.
+
+    Args:
+        step: given the model's state, and a batch that says nothing.
+        budget: bytes of the device; None for as many as it takes.
+    """
+    sizes = {"batch_size": 1}
+    workload = Workload(model=model, batch=lambda batch_size: torch.empty(batch_size), sizes=sizes, step=step)
+    return device.step_cost(workload, sizes, budget)
+
+
 @contextmanager
 def started(
     workload: Workload, device: torch.device | str, ended: Callable[[int], None] = lambda _: None
