@@ -129,7 +129,7 @@ def test_a_program_may_print_its_prediction(folder: Path) -> None:
     kept = Results(folder=folder / "results")
     found = predict_figure(entry, kept)
     assert (found.predicted, found.below, found.above) == (102 * MIB, 5, 7)
-    assert found.within is True or found.error == 0
+    assert (found.error, found.within) == (0, True)
     failing = predict_figure(replace(entry, program=("program.py", "41")), kept)
     assert failing.predicted is None and "printed no prediction" in str(failing.reason)
 
