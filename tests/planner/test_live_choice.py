@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -99,3 +100,57 @@ def test_without_a_card_and_a_budget_nothing_can_be_chosen() -> None:
         vramfit.tiled(_blur(), torch.rand(3, 64, 64))
     with pytest.raises(UsageError, match="for a module"):
         vramfit.chunked(lambda x: x, torch.rand(4), budget="1GiB", gpu="RTX 4090")
+
+
+class Scores(nn.Module):
+    """Attention that is written out, so that pairs of tokens count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.out = nn.Embedding(100, 256), nn.Linear(256, 3)
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids)
+        scores = (x @ x.mT).masked_fill(attention_mask[:, None] == 0, -1e9)
+        return self.out((scores.softmax(-1) @ x)[:, 0])  # type: ignore[no-any-return]
+
+
+def test_batches_by_tokens_are_measured_and_keep_their_budget() -> None:
+    lengths = [1000, 31, 30, 990, 250, 29, 240, 500] * 6
+    budget = 48 * MIB
+    told: list[str] = []
+    plan = vramfit.batches(
+        lengths, model=Scores().eval(), budget=budget, gpu="RTX 4090", max_padding=0.1, progress=told.append
+    )
+    shapes = {(len(batch), batch.length) for batch in plan}
+    assert sorted(number for batch in plan for number in batch) == list(range(len(lengths)))
+    assert max(items for items, _ in shapes) > min(items for items, _ in shapes)
+    assert told
+    longest = max(length for _, length in shapes)
+    for items, length in shapes:
+        with vramfit.VirtualGPU("RTX 4090", alloc_conf="", profile="none") as gpu, torch.no_grad():
+            model = Scores().eval().cuda()
+            ids = torch.zeros(items, length, dtype=torch.long, device="cuda")
+            model(ids, torch.ones_like(ids))
+        assert gpu.report.peak_reserved_bytes <= budget
+    one_more = plan.largest(longest) + 1
+    with vramfit.VirtualGPU("RTX 4090", alloc_conf="", profile="none") as gpu, torch.no_grad():
+        model = Scores().eval().cuda()
+        ids = torch.zeros(2 * one_more, longest, dtype=torch.long, device="cuda")
+        model(ids, torch.ones_like(ids))
+    assert gpu.report.peak_reserved_bytes > budget
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "either peak= or model="),
+        ({"model": nn.Linear(2, 2), "peak": lambda _items, _length: 1}, "either peak= or model="),
+        ({"model": len, "budget": "1GiB"}, "is no module"),
+        ({"model": nn.Linear(2, 2), "window": 4}, "shapes of a stream"),
+        ({"peak": lambda _items, _length: 1}, "budget is missing"),
+    ],
+)
+def test_batches_that_cannot_be_measured_are_told_in_a_line(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        vramfit.batches([3, 4], **arguments)

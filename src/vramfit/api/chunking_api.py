@@ -22,6 +22,7 @@ from vramfit.errors import UsageError
 from vramfit.inference.input_chunks import ChunkSettings, call_in_chunks
 from vramfit.inference.peak_bound import PeakBound
 from vramfit.inference.token_batches import TokenBatches, TokenBatchSettings
+from vramfit.planner.batch_shapes import MakeBatch, ShapesQuestion, measure_shapes, token_ids
 from vramfit.planner.chunk_choice import choose_chunk
 
 
@@ -103,13 +104,17 @@ def chunked(
 def batches(
     items: Sequence[Any] | Iterable[Any],
     *,
-    peak: Callable[[int, int], float] | Mapping[tuple[int, int], float],
-    budget: int | str,
+    peak: Callable[[int, int], float] | Mapping[tuple[int, int], float] | None = None,
+    budget: int | str | None = None,
+    model: nn.Module | None = None,
+    make_batch: Callable[[int, int], Any] | None = None,
+    gpu: Any = None,
     length: Callable[[Any], int] | None = None,
     multiple: int = 8,
     max_padding: float = 0.03,
     most_items: int = 4096,
     window: int | None = None,
+    progress: Callable[[str], None] | None = None,
 ) -> TokenBatches[Any]:
     """Batches of items of similar length, each as large as its predicted peak allows.
 
@@ -131,34 +136,82 @@ def batches(
     and a batch that ran out of memory is given back in halves (``plan.split()``). A `torch.utils.data.DataLoader` takes
     the plan as its ``batch_sampler``.
 
+    What batches take is measured where a model is given: on the virtual GPU, in a process of its own, some dozens of
+    shapes and then the largest of each bucket of lengths, before anything runs here.
+
     Args:
         items: lengths, or items whose lengths `length` tells; a stream with `window`.
         peak: bytes that a batch takes at its highest: a function of items and length that does not fall as either
             grows, or measured bytes by pairs of them, from which a bound is made (`fitted_bound`).
-        budget: bytes that a batch may take, ``"8GiB"`` or a number.
+        budget: bytes that a batch may take, ``"8GiB"`` or a number. With a model: what torch may reserve on the device,
+            the model included; None is what is free there, less 2 %.
+        model: what runs on the batches, in place of `peak`; its values stay here.
+        make_batch: what the model is given for so many items of a length: a tensor, a tuple of arguments or a dict of
+            them by name, on the CPU. None makes ``input_ids`` and ``attention_mask``, as transformers' models take.
+        gpu: the card that shapes are measured for; None is the one that the model is on.
         length: tokens of an item; None where items are their lengths.
         multiple: lengths are rounded up to it.
         max_padding: part of the tokens that may be padding, in each bucket of lengths.
         most_items: of a batch.
         window: items of a stream that are looked at together, and so how long one waits for others.
+        progress: called with what is measured.
 
     Raises:
         UsageError: the longest item does not fit alone, or arguments are no such.
+        VramfitError: the model fails.
     """
+    if (peak is None) == (model is None):
+        raise UsageError(
+            "batches need either peak= or model=", "Say what a batch takes, or give the model to measure it"
+        )
+    if model is None and budget is None:
+        raise UsageError("budget is missing", 'Give the bytes that a batch may take, such as budget="8GiB"')
     settings = TokenBatchSettings(
-        budget=size_argument("budget", budget),
+        budget=1 if budget is None else size_argument("budget", budget),
         multiple=multiple,
         max_padding=max_padding,
         most_items=most_items,
         window=window,
     )
     tell = (lambda item: item) if length is None else call_argument("length", length)
+    if model is not None:
+        if window is not None:
+            raise UsageError("shapes of a stream are not known before", "Give peak= in place of model=")
+        lengths = tuple(int(tell(item)) for item in items)
+        return _measured_batches(model, make_batch or token_ids, lengths, settings, budget, gpu, progress)
+    assert peak is not None
     bound = PeakBound.of(peak)
     if window is None:
         if not isinstance(items, Sequence) and not hasattr(items, "__len__"):
             raise UsageError("items come as a stream", "Give window=, how many are looked at together")
         return TokenBatches([int(tell(item)) for item in items], bound, settings)
     return TokenBatches(None, bound, settings, stream=((int(tell(item)), item) for item in items))
+
+
+def _measured_batches(
+    model: Any,
+    make_batch: MakeBatch,
+    lengths: tuple[int, ...],
+    settings: TokenBatchSettings,
+    budget: int | str | None,
+    gpu: Any,
+    progress: Callable[[str], None] | None,
+) -> TokenBatches[Any]:
+    """Batches within what was measured of a model."""
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            f"model={shown(model)} is no module, whose structure can be looked at",
+            "Give peak=, or wrap the function in a module",
+        )
+    call_argument("make_batch", make_batch)
+    if not lengths:
+        return TokenBatches([], PeakBound.of(lambda _items, _length: 1), settings)
+    if min(lengths) < 1:
+        raise UsageError("an item has no tokens", "Leave empty items out")
+    question = ShapesQuestion(make_batch=make_batch, lengths=lengths, settings=settings)
+    device = _model_device(model) or torch.device("cpu")
+    found = measure_shapes(model, question, device, budget=budget, gpu=gpu, progress=progress)
+    return TokenBatches(lengths, found.bound(), replace(settings, budget=found.limit))
 
 
 def _device(name: str, given: Any) -> torch.device:

@@ -8,6 +8,7 @@ the script cannot be imported by another process without running.
 from __future__ import annotations
 
 import io
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,14 @@ _SMALL = 4096
 """Elements up to which values are kept."""
 
 _WORKLOAD = '''"""What was asked about, put down by vramfit.planner.packed_model."""
+import sys
+
+sys.path += [entry for entry in {path!r} if entry not in sys.path]
 from vramfit.planner.packed_model import unpacked
 
 workload = unpacked(__file__)
 '''
+"""With the folders in which this process finds modules: a class of a module beside the script is named, not packed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,7 +140,8 @@ def pack(model: torch.nn.Module, batch: Batch, folder: Path) -> str:
                 f"the model cannot go to another process, where its memory is looked at: {error}",
                 "Give the sizes yourself, in place of a budget, or plan for a FILE.py:WORKLOAD",
             ) from error
-    file.write_text(_WORKLOAD, encoding="utf-8")
+    here = [str(Path(entry).absolute()) for entry in sys.path]  # "" is the folder that this process is in
+    file.write_text(_WORKLOAD.format(path=here), encoding="utf-8")
     return f"{file}:workload"
 
 

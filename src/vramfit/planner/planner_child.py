@@ -28,6 +28,7 @@ from vramfit.launch.interrupts import note_interrupts
 from vramfit.launch.job import job_file, tell
 from vramfit.launch.running import leave_after
 from vramfit.plain import from_plain
+from vramfit.planner.batch_shapes import MeasuredShapes, shapes_on
 from vramfit.planner.cheapest_card import cheapest_plan
 from vramfit.planner.chunk_choice import ChosenChunk, quickest_chunk
 from vramfit.planner.devices.card_backend import CardBackend, card_of_this_process
@@ -47,6 +48,7 @@ from vramfit.planner.planner_job import (
     DeviceMemory,
     FitJob,
     MeasureJob,
+    MeasureShapesJob,
     PlanJob,
     PlannerJob,
     VerifyMemoryJob,
@@ -234,6 +236,14 @@ def choose_chunk(
     return quickest_chunk(device, workload.model, question, job.memory.budget, progress)
 
 
+def measure_shapes(
+    workload: Workload, device: DeviceBackend, job: MeasureShapesJob, progress: Progress
+) -> MeasuredShapes:
+    """What shapes of batches take, for a packed model and items."""
+    question = workload.batch(batch_size=1)
+    return shapes_on(device, workload.model, question, job.memory.budget, progress)
+
+
 TASKS: dict[str, tuple[type[PlannerJob], Callable[..., Any]]] = {
     "plan": (PlanJob, plan),
     "fit": (FitJob, fit),
@@ -243,6 +253,7 @@ TASKS: dict[str, tuple[type[PlannerJob], Callable[..., Any]]] = {
     "verify-values": (VerifyValuesJob, verify_values),
     "choose-tile": (ChooseTileJob, choose_tile),
     "choose-chunk": (ChooseChunkJob, choose_chunk),
+    "measure-shapes": (MeasureShapesJob, measure_shapes),
 }
 """The kinds of job, and what does each."""
 

@@ -278,6 +278,13 @@ class ChooseChunkJob(PlannerJob):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class MeasureShapesJob(PlannerJob):
+    """What shapes of batches take, for a model and items that the target holds; `memory` as of a `ChooseTileJob`."""
+
+    task: str = "measure-shapes"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Answer(Generic[Found]):
     """What the child found.
 
