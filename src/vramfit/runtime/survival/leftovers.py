@@ -1,0 +1,143 @@
+"""Lets go of what a failed attempt held, so that a retry begins with the memory that the attempt began with.
+
+NOTE [Order]: an exception holds its traceback, that the frames, these their local tensors. As long as its handler runs
+it cannot be freed, whatever is collected and emptied there. So the handler only clears the frames; garbage is collected
+and the allocator's cache emptied after it was left.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from vramfit.runtime.oom_forms import Shortage, chain_of, recognised
+from vramfit.units import format_bytes, parse_bytes
+
+T = TypeVar("T")
+
+
+def clear_frames(error: BaseException) -> None:
+    """Let go of what the frames of an error hold, and of those that it was raised from; inside of its handler."""
+    for one in list(chain_of(error)):
+        if one.__traceback__ is not None:
+            traceback.clear_frames(one.__traceback__)
+        one.__traceback__ = None
+        one.__context__ = one.__cause__ = None
+    for name in ("last_exc", "last_value", "last_traceback"):  # of an interactive session, an attempt before
+        if hasattr(sys, name):
+            setattr(sys, name, None)
+
+
+def release_memory(device: torch.device) -> None:
+    """Collect dead cycles, wait for the device, and give its cached segments back; after the handler was left."""
+    gc.collect()
+    if device.type == "cpu":
+        return
+    module = torch.get_device_module(device)
+    # Blocks that another stream still works on are freed once it has passed (github.com/pytorch/pytorch/issues/189504).
+    module.synchronize(device)
+    module.empty_cache()
+
+
+class Recovery:
+    """Tells shortages from other errors, and makes room after them.
+
+    Args:
+        device: where memory runs out.
+
+    Attributes:
+        last: the latest shortage.
+        count: shortages so far.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.last: Shortage | None = None
+        self.count = 0
+
+    def noted(self, error: BaseException) -> bool:
+        """Whether an error is a shortage; its frames are cleared then. To be called in its handler."""
+        found = recognised(error)
+        if found is None:
+            return False
+        self.last = found
+        self.count += 1
+        clear_frames(error)
+        return True
+
+    def release(self) -> None:
+        """Make room; to be called after the handler was left."""
+        release_memory(self.device)
+
+    def insist(self, action: Callable[[], T], tries: int = 3) -> T:
+        """Do what changes nothing where it fails, again where it ran out of memory.
+
+        Raises:
+            BaseException: the last attempt's error, or another than a shortage.
+        """
+        for left in range(tries - 1, 0, -1):
+            del left
+            try:
+                return action()
+            except BaseException as error:
+                if not self.noted(error):
+                    raise
+            self.release()
+        return action()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryNow:
+    """What a device holds, in bytes.
+
+    Attributes:
+        allocated: of torch's tensors.
+        reserved: of torch's allocator.
+        free: for anyone.
+    """
+
+    allocated: int
+    reserved: int
+    free: int
+
+    @property
+    def within_reach(self) -> int:
+        """What torch could allocate beside what is alive, were it in one piece."""
+        return self.free + self.reserved - self.allocated
+
+    def __str__(self) -> str:
+        return (
+            f"{format_bytes(self.allocated)} allocated, {format_bytes(self.reserved)} reserved, "
+            f"{format_bytes(self.free)} free"
+        )
+
+
+def memory_now(device: torch.device) -> MemoryNow | None:
+    """What a card holds; None for the CPU."""
+    if device.type != "cuda":
+        return None
+    free, _ = torch.cuda.mem_get_info(device)
+    return MemoryNow(
+        allocated=torch.cuda.memory_allocated(device),
+        reserved=torch.cuda.memory_reserved(device),
+        free=free,
+    )
+
+
+_TRIED = re.compile(r"[Tt]ried to allocate ([\d.]+ ?[KMGT]?i?B|\d+ bytes)")
+
+
+def requested_bytes(message: str) -> int:
+    """What the request that failed asked for; 0 where the message does not tell."""
+    found = _TRIED.search(message)
+    if found is None:
+        return 0
+    words = found.group(1).removesuffix(" bytes")
+    return int(words) if words.isdigit() else parse_bytes(words.replace(" ", ""))

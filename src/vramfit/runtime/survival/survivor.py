@@ -1,0 +1,390 @@
+"""Runs the steps of a loop so that each is done exactly once, whatever memory does in between.
+
+NOTE [A step as a transaction]: up to the optimizer's step everything that a step changes is gradients, buffers, random
+states and a scaler's bookkeeping. These are noted at the start and put back after a shortage, so that the step begins
+anew, with more done to make it fit (`vramfit.runtime.survival.ladder`). The optimizer's step itself commits slice by
+slice (`guarded_step`), and ends. What follows (the scaler's update, the schedule) is small, and is done once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from vramfit.errors import UsageError
+from vramfit.runtime.survival.guarded_step import GuardedStep
+from vramfit.runtime.survival.ladder import Event, Ladder, Level, Rung
+from vramfit.runtime.survival.leftovers import MemoryNow, Recovery, memory_now, requested_bytes
+from vramfit.runtime.survival.step_state import StepState
+from vramfit.techniques import AttachedProgram, Choice, Numerics, find_technique
+from vramfit.techniques.activation_checkpointing import Checkpointing, Mode
+from vramfit.techniques.activation_offload import ActivationOffloadSetting
+from vramfit.techniques.micro_batching import (
+    BatchNormalisation,
+    MicroBatchingSetting,
+    Reduction,
+    batch_norms,
+    find_cut,
+)
+from vramfit.workload import to_device
+from vramfit.workload.containers import tensors_in
+
+Loss = Callable[[nn.Module, Any], torch.Tensor]
+
+_log = logging.getLogger("vramfit.survive")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SurvivalSettings:
+    """What a survivor may do.
+
+    Attributes:
+        numerics: how far results may differ from the step without a shortage; it goes no further.
+        patience: good steps before something is left on trial.
+        reduction: how the loss makes one number of a batch, for micro-batches.
+        labels: where a batch has what weighs.
+        clip_norm: the norm that all gradients together are cut to; None does not cut.
+    """
+
+    numerics: Numerics = Numerics.ROUNDING
+    patience: int = 50
+    reduction: Reduction = Reduction.AUTO
+    labels: str = "labels"
+    clip_norm: float | None = None
+
+
+class Survivor:
+    """A loop whose steps outlive running out of memory. See NOTE [A step as a transaction].
+
+    Args:
+        model: as the loop has it.
+        optimizer: steps its parameters.
+        loss: of the model and a batch, a scalar.
+        scheduler: steps once after each of the optimizer's steps, or None.
+        scaler: of mixed precision, or None.
+        on_event: called with what was done; it is logged too.
+
+    Attributes:
+        events: what was done so far.
+        steps: that were committed.
+
+    Raises:
+        UsageError: the optimizer has no step that could be guarded.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss: Loss,
+        settings: SurvivalSettings,
+        *,
+        scheduler: Any = None,
+        scaler: torch.amp.GradScaler | None = None,
+        on_event: Callable[[Event], None] | None = None,
+    ) -> None:
+        self.model, self.optimizer, self.settings = model, optimizer, settings
+        self._loss, self._scheduler, self._on_event = loss, scheduler, on_event
+        self._live = AttachedProgram(model, optimizer)
+        self._live.scaler = scaler
+        self._recovery = Recovery(self._live.device)
+        self._guard = GuardedStep(optimizer, self._recovery)
+        self._ladder: Ladder | None = None
+        self._standing = 0
+        self._unattachable: set[int] = set()
+        self.events: list[Event] = []
+        self.steps = 0
+
+    # -- the loop --------------------------------------------------------------------------------------------------
+
+    def step(self, batch: Any) -> torch.Tensor:
+        """One whole step: forward, backward, the optimizer's step, the schedule. It is done, or nothing is changed.
+
+        Args:
+            batch: on the host or the device, in any containers.
+
+        Returns:
+            the loss of the batch, without its graph.
+
+        Raises:
+            torch.OutOfMemoryError: nothing made the step fit (or another form of shortage); all is as before the step.
+            BaseException: what the model, the loss or the optimizer raise; all is as before the step, but for an error
+                of the optimizer itself.
+        """
+        ladder = self._ladder_for(batch)
+        live, scaler = self._live, self._live.scaler
+        state = self._recovery.insist(lambda: StepState(self.model, scaler, live.device))
+        try:
+            loss = self._gradients(batch, state, ladder)
+        except BaseException:
+            state.give_back()
+            raise
+        self._commit()
+        self._look_down(ladder)
+        self.steps += 1
+        return loss
+
+    def loop(self, batches: Iterable[Any]) -> Iterator[torch.Tensor]:
+        """The losses of batches, one step each."""
+        for batch in batches:
+            yield self.step(batch)
+
+    def close(self) -> None:
+        """Leave the model as it was but for its values, and the optimizer's states where they belong."""
+        with contextlib.suppress(torch.OutOfMemoryError):
+            self._guard.bring_back()
+        self._live.undo()
+        self._standing = 0
+
+    def __enter__(self) -> Survivor:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- gradients -------------------------------------------------------------------------------------------------
+
+    def _gradients(self, batch: Any, state: StepState, ladder: Ladder) -> torch.Tensor:
+        """All gradients of a batch, in the parameters; the loss."""
+        attempts = 0
+        while True:
+            self._stand_on(ladder)
+            place = ladder.place
+            if (loss := self._attempt(batch, state)) is not None:
+                return loss
+            # Outside of the handler: see NOTE [Order] in leftovers.
+            state.restore()
+            before = memory_now(self._live.device)
+            self._recovery.release()
+            attempts += 1
+            self._next_rung(ladder, place, attempts, before)
+
+    def _attempt(self, batch: Any, state: StepState) -> torch.Tensor | None:
+        """The loss, with the gradients in the parameters; None where memory ran out."""
+        live = self._live
+        try:
+            total: torch.Tensor | None = None
+            with contextlib.closing(live.split(batch)) as pieces:
+                for piece in pieces:
+                    loss = self._loss(self.model, self._placed(piece))
+                    del piece
+                    live.backward(loss)
+                    share = live.weighted(loss).detach()
+                    total = share if total is None else total + share
+                    del loss, share
+            if total is None:
+                raise UsageError("the batch is empty", "Give at least one example")
+            state.join_gradients()
+            if live.scaler is not None:
+                live.scaler.unscale_(self.optimizer)
+            if self.settings.clip_norm is not None:
+                nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip_norm)
+            return total
+        except BaseException as error:
+            if not self._recovery.noted(error):
+                raise
+            return None
+
+    def _placed(self, batch: Any) -> Any:
+        """A batch on the device; one that is there in part was placed by the loop, and stays as it is."""
+        device = self._live.device
+        if device.type == "cpu" or any(tensor.device.type != "cpu" for tensor in tensors_in(batch)):
+            return batch
+        return to_device(batch, device)
+
+    # -- the ladder ------------------------------------------------------------------------------------------------
+
+    def _ladder_for(self, batch: Any) -> Ladder:
+        if self._ladder is None:
+            self._ladder = Ladder(tuple(self._levels(batch)), patience=self.settings.patience)
+        return self._ladder
+
+    def _levels(self, batch: Any) -> Iterator[Level]:
+        """From the plain step up, as far as results may differ."""
+        yield Level(rung=Rung.PLAIN)
+        pieces, most = 1, 1
+        allowed = Numerics.APPROXIMATE if batch_norms(self.model) else Numerics.ROUNDING
+        if not self.settings.numerics < allowed:
+            with contextlib.suppress(UsageError):
+                most = find_cut(batch).size
+        while pieces < most:
+            pieces = min(2 * pieces, most)
+            yield Level(rung=Rung.MICRO_BATCHES, pieces=pieces)
+        yield Level(rung=Rung.CHECKPOINTING, pieces=pieces, checkpointing=True)
+        yield Level(rung=Rung.OFFLOAD, pieces=pieces, checkpointing=True, offload=True)
+
+    def _stand_on(self, ladder: Ladder) -> None:
+        """Attach what the level says, or the next one that can be attached.
+
+        Raises:
+            UsageError: the plain level's own, which attaches nothing.
+        """
+        if self._standing == ladder.place:
+            return
+        self._live.undo()
+        self._live.splitter = None
+        self._standing = 0
+        while ladder.place:
+            try:
+                self._live.attach(self._choices(ladder.level))
+            except UsageError as error:
+                _log.info("%s is left out: %s", ladder.level.rung.value, error)
+                self._unattachable.add(ladder.place)
+                if ladder.place + 1 == len(ladder.levels):
+                    ladder.climb(0)
+                    return
+                ladder.climb(ladder.place + 1)
+                continue
+            self._standing = ladder.place
+            return
+
+    def _choices(self, level: Level) -> list[Choice]:
+        chosen = []
+        if level.pieces > 1:
+            norm = BatchNormalisation.PER_PIECE if batch_norms(self.model) else BatchNormalisation.NONE
+            setting = MicroBatchingSetting(
+                count=level.pieces,
+                reduction=self.settings.reduction,
+                labels=self.settings.labels,
+                batch_norm=norm,
+            )
+            chosen.append(Choice(technique=find_technique("micro-batching"), setting=setting))
+        if level.checkpointing:
+            recomputed = find_technique("activation-checkpointing")
+            chosen.append(Choice(technique=recomputed, setting=Checkpointing(mode=Mode.WHOLE)))
+        if level.offload:
+            offload = find_technique("activation-offload")
+            chosen.append(Choice(technique=offload, setting=ActivationOffloadSetting(window=0)))
+        return chosen
+
+    def _next_rung(self, ladder: Ladder, place: int, attempts: int, before: MemoryNow | None) -> None:
+        """Decide what the next attempt does.
+
+        Raises:
+            torch.OutOfMemoryError: there is nothing left to do.
+        """
+        shortage = self._recovery.last
+        assert shortage is not None
+        asked = requested_bytes(shortage.message)
+        ladder.shortage(place, 0 if before is None else before.allocated + asked)
+        now = memory_now(self._live.device)
+        evidence = "" if now is None else f"at the next attempt {now}"
+        if attempts == 1:
+            self._tell("retry", Rung.AGAIN, shortage.message, evidence)
+            return
+        if attempts == 2 and self._defragmented(asked, now):
+            self._tell("retry", Rung.DEFRAGMENT, shortage.message, evidence)
+            return
+        above = next(
+            (one for one in range(place + 1, len(ladder.levels)) if one not in self._unattachable), None
+        )
+        if above is None:
+            self._tell("given-up", ladder.level.rung, shortage.message, evidence)
+            raise torch.OutOfMemoryError(f"{shortage.message} (nothing that vramfit.survive may do makes it fit)")
+        ladder.climb(above)
+        self._tell("up", ladder.level.rung, shortage.message, evidence, ladder.level.pieces)
+
+    def _defragmented(self, asked: int, now: MemoryNow | None) -> bool:
+        """Whether the optimizer's states went to the host and back: only where as much as was asked for is free.
+
+        Raises:
+            BaseException: the host has no room.
+        """
+        if now is None or not asked or now.within_reach < asked:
+            return False
+        states = [
+            (known, name, value)
+            for known in self.optimizer.state.values()
+            for name, value in known.items()
+            if isinstance(value, torch.Tensor) and value.device == self._live.device and value.dim()
+        ]
+        if not states:
+            return False
+        kept = []
+        while states:
+            known, name, value = states.pop()
+            known[name] = value.cpu()
+            kept.append((known, name))
+            del value
+        self._recovery.release()
+        for known, name in kept:
+            known[name] = self._recovery.insist(lambda one=known[name]: one.to(self._live.device))  # type: ignore[misc]
+        return True
+
+    def _look_down(self, ladder: Ladder) -> None:
+        """Leave a rung on trial where steps went well for long enough."""
+        if ladder.after_good_step(memory_now(self._live.device)):
+            while ladder.place in self._unattachable:
+                ladder.climb(ladder.place - 1)
+            self._tell("down", ladder.level.rung, pieces=ladder.level.pieces)
+            if ladder.place == 0 and self._guard.hosted:
+                self._bring_back()
+
+    def _bring_back(self) -> None:
+        count = len(self._guard.hosted)
+        try:
+            self._guard.bring_back()
+        except BaseException as error:
+            if not self._recovery.noted(error):
+                raise
+        else:
+            self._tell("back", Rung.PLAIN, evidence=f"states of {count} parameters")
+
+    # -- the commit ------------------------------------------------------------------------------------------------
+
+    def _commit(self) -> None:
+        """The optimizer's step, and what follows it once."""
+        scaler, hosted = self._live.scaler, len(self._guard.hosted)
+        if scaler is None:
+            self._guard.step()
+        else:
+            self._scaled_step(scaler)
+        self._recovery.insist(lambda: self.optimizer.zero_grad(set_to_none=True))
+        if len(self._guard.hosted) > hosted and self._recovery.last is not None:
+            rung = Rung.PLAIN if self._ladder is None else self._ladder.level.rung
+            evidence = f"states of {len(self._guard.hosted)} parameters are on the host"
+            self._tell("hosted", rung, self._recovery.last.message, evidence)
+        if scaler is not None:
+            self._recovery.insist(scaler.update)
+        if self._scheduler is not None:
+            self._recovery.insist(self._scheduler.step)
+
+    def _scaled_step(self, scaler: torch.amp.GradScaler) -> None:
+        """The step as a scaler takes it: not at all where a gradient is no number."""
+        stepped = False
+        own = vars(self.optimizer).get("step")  # a scheduler's, which counts
+        plain = self.optimizer.step
+
+        def once(*_: Any, **__: Any) -> None:
+            nonlocal stepped
+            if not stepped:
+                self.optimizer.step = plain  # type: ignore[method-assign]
+                self._guard.step()
+                stepped = True
+                self.optimizer.step = once  # type: ignore[method-assign]
+
+        self.optimizer.step = once  # type: ignore[method-assign]
+        try:
+            self._recovery.insist(lambda: scaler.step(self.optimizer))
+        finally:
+            if own is None:
+                del self.optimizer.step
+            else:
+                self.optimizer.step = own  # type: ignore[method-assign]
+
+    def _tell(
+        self, kind: str, rung: Rung, cause: str = "", evidence: str = "", pieces: int = 1
+    ) -> None:
+        event = Event(
+            step=self.steps, kind=kind, rung=rung, cause=cause, evidence=evidence, pieces=pieces
+        )
+        self.events.append(event)
+        _log.log(logging.INFO if kind in ("down", "back") else logging.WARNING, "%s", event)
+        if self._on_event is not None:
+            self._on_event(event)
