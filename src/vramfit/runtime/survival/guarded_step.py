@@ -40,9 +40,13 @@ BY_PARAMETER = frozenset(
 class SliceCopy:
     """Parameters and their states before a slice steps."""
 
-    def __init__(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter], device: torch.device) -> None:
+    def __init__(
+        self, optimizer: Optimizer, parameters: Sequence[nn.Parameter], device: torch.device
+    ) -> None:
         self._optimizer, self._parameters = optimizer, parameters
-        self._values = [(parameter, copied(parameter)) for parameter in parameters]
+        self._values: list[tuple[torch.Tensor, torch.Tensor]] = [
+            (parameter, copied(parameter)) for parameter in parameters
+        ]
         self._states: list[tuple[nn.Parameter, dict[str, Any] | None]] = []
         for parameter in parameters:
             known = optimizer.state.get(parameter)
@@ -87,9 +91,9 @@ class GuardedStep:
     ) -> None:
         self.optimizer, self._recovery = optimizer, recovery
         self._slice_bytes = slice_bytes
-        self.by_parameter = (
-            type(optimizer).__name__ in BY_PARAMETER and type(optimizer).__module__.startswith("torch.optim.")
-        )
+        self.by_parameter = type(optimizer).__name__ in BY_PARAMETER and type(
+            optimizer
+        ).__module__.startswith("torch.optim.")
         if isinstance(optimizer, torch.optim.LBFGS):
             raise UsageError(
                 "LBFGS calls the model several times in a step: there is no moment at which it is certain",
@@ -175,7 +179,7 @@ class GuardedStep:
         copy: SliceCopy | None = None
         try:
             copy = SliceCopy(self.optimizer, part, self._recovery.device)
-            with _only(self.optimizer, part):
+            with _Only(self.optimizer, part):
                 self.optimizer.step()
             return True
         except BaseException as error:
@@ -206,7 +210,7 @@ class GuardedStep:
             for name, value in states.items()
         }
         try:
-            with _only(optimizer, (parameter,), instead=host):
+            with _Only(optimizer, (parameter,), instead=host):
                 optimizer.step()
         except BaseException:
             optimizer.state.pop(host, None)
@@ -218,7 +222,7 @@ class GuardedStep:
         self.hosted.add(parameter)
 
 
-class _only:  # noqa: N801  # a context, read as a word
+class _Only:
     """The optimizer's groups with some of their parameters alone, or another in the place of one."""
 
     def __init__(

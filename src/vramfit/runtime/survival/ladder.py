@@ -120,22 +120,25 @@ class Ladder:
         """Stand on a level from now on."""
         self.place = place
 
-    def after_good_step(self, now: MemoryNow | None) -> bool:
-        """Count a step that went well; whether a rung is left on trial.
-
-        Args:
-            now: what the device holds after the step; None where nobody knows.
-        """
+    def after_good_step(self) -> None:
+        """Count a step that went well."""
         self._good += 1
         if self._trial and self._good >= self._patience:
             self._patience = max(self._least, self._patience // 2)
             self._trial = False
+
+    def may_go_down(self, now: MemoryNow | None) -> bool:
+        """Whether a rung may be left on trial: steps went well for long enough, and there is room.
+
+        Args:
+            now: what the device holds between steps; None where nobody knows.
+        """
         if self.place == 0 or self._good < self._patience:
             return False
-        below = self.place - 1
-        if now is not None and self._needed[below] > now.within_reach + now.allocated:
-            return False
-        self.place = below
+        return now is None or self._needed[self.place - 1] <= now.within_reach + now.allocated
+
+    def go_down(self) -> None:
+        """Leave a rung on trial."""
+        self.place -= 1
         self._good = 0
         self._trial = True
-        return True

@@ -56,9 +56,7 @@ class StepState:
         device: where the model computes.
     """
 
-    def __init__(
-        self, model: nn.Module, scaler: torch.amp.GradScaler | None, device: torch.device
-    ) -> None:
+    def __init__(self, model: nn.Module, scaler: torch.amp.GradScaler | None, device: torch.device) -> None:
         self._random = RandomState.of(device)
         self._buffers = [(buffer, copied(buffer)) for buffer in model.buffers()]
         self._scaler = scaler

@@ -9,18 +9,22 @@ slice (`guarded_step`), and ends. What follows (the scaler's update, the schedul
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from vramfit.errors import UsageError
+from vramfit.runtime.oom_forms import Shortage, ShortOf
 from vramfit.runtime.survival.guarded_step import GuardedStep
 from vramfit.runtime.survival.ladder import Event, Ladder, Level, Rung
 from vramfit.runtime.survival.leftovers import MemoryNow, Recovery, memory_now, requested_bytes
+from vramfit.runtime.survival.rank_votes import unsynchronised, votes_for
 from vramfit.runtime.survival.step_state import StepState
 from vramfit.techniques import AttachedProgram, Choice, Numerics, find_technique
 from vramfit.techniques.activation_checkpointing import Checkpointing, Mode
@@ -37,6 +41,13 @@ from vramfit.workload.containers import tensors_in
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 
+T = TypeVar("T")
+
+_ANOTHER_RANK = Shortage(of=ShortOf.DEVICE, message="another rank ran out of memory")
+
+_LAST_TRIES = 6
+"""Attempts that a step has beside one for each rung before it is given up: a neighbour's peak passes."""
+
 _log = logging.getLogger("vramfit.survive")
 
 
@@ -50,6 +61,7 @@ class SurvivalSettings:
         reduction: how the loss makes one number of a batch, for micro-batches.
         labels: where a batch has what weighs.
         clip_norm: the norm that all gradients together are cut to; None does not cut.
+        vote_seconds: that a rank waits for the others.
     """
 
     numerics: Numerics = Numerics.ROUNDING
@@ -57,6 +69,7 @@ class SurvivalSettings:
     reduction: Reduction = Reduction.AUTO
     labels: str = "labels"
     clip_norm: float | None = None
+    vote_seconds: float = 300.0
 
 
 class Survivor:
@@ -65,7 +78,7 @@ class Survivor:
     Args:
         model: as the loop has it.
         optimizer: steps its parameters.
-        loss: of the model and a batch, a scalar.
+        loss: of the model and a batch, a scalar; None until the survivor is called with it.
         scheduler: steps once after each of the optimizer's steps, or None.
         scaler: of mixed precision, or None.
         on_event: called with what was done; it is logged too.
@@ -82,7 +95,7 @@ class Survivor:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        loss: Loss,
+        loss: Loss | None,
         settings: SurvivalSettings,
         *,
         scheduler: Any = None,
@@ -93,6 +106,7 @@ class Survivor:
         self._loss, self._scheduler, self._on_event = loss, scheduler, on_event
         self._live = AttachedProgram(model, optimizer)
         self._live.scaler = scaler
+        self._votes = votes_for(model, settings.vote_seconds)
         self._recovery = Recovery(self._live.device)
         self._guard = GuardedStep(optimizer, self._recovery)
         self._ladder: Ladder | None = None
@@ -100,6 +114,7 @@ class Survivor:
         self._unattachable: set[int] = set()
         self.events: list[Event] = []
         self.steps = 0
+        self._may_go_down = False
 
     # -- the loop --------------------------------------------------------------------------------------------------
 
@@ -117,6 +132,8 @@ class Survivor:
             BaseException: what the model, the loss or the optimizer raise; all is as before the step, but for an error
                 of the optimizer itself.
         """
+        if self._loss is None:
+            raise UsageError("survive has no loss", "Give loss=, or decorate the function that computes it")
         ladder = self._ladder_for(batch)
         live, scaler = self._live, self._live.scaler
         state = self._recovery.insist(lambda: StepState(self.model, scaler, live.device))
@@ -126,9 +143,31 @@ class Survivor:
             state.give_back()
             raise
         self._commit()
-        self._look_down(ladder)
+        ladder.after_good_step()
+        if self._may_go_down:
+            self._go_down(ladder)
         self.steps += 1
         return loss
+
+    def __call__(self, loss: Callable[..., torch.Tensor]) -> Callable[[Any], torch.Tensor]:
+        """Decorate the function that computes the loss of a batch: it becomes a whole step.
+
+        Args:
+            loss: of a batch, with the model that it knows; of the model and a batch where it takes two arguments.
+        """
+        takes = [
+            one
+            for one in inspect.signature(loss).parameters.values()
+            if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD) and one.default is one.empty
+        ]
+        self._loss = loss if len(takes) == 2 else lambda _model, batch: loss(batch)
+
+        @functools.wraps(loss)
+        def step(batch: Any) -> torch.Tensor:
+            return self.step(batch)
+
+        step.survivor = self  # type: ignore[attr-defined]
+        return step
 
     def loop(self, batches: Iterable[Any]) -> Iterator[torch.Tensor]:
         """The losses of batches, one step each."""
@@ -156,40 +195,64 @@ class Survivor:
         while True:
             self._stand_on(ladder)
             place = ladder.place
-            if (loss := self._attempt(batch, state)) is not None:
+            loss = self._tried(lambda: self._own_gradients(batch))
+            may = ladder.may_go_down(memory_now(self._live.device))
+            failed, stay = self._most(int(loss is None), int(not may))
+            if not failed:
+                finished = self._tried(lambda: self._finished_gradients(state))
+                (failed,) = self._most(int(finished is None))
+            if not failed and loss is not None:
+                self._may_go_down = not stay
                 return loss
             # Outside of the handler: see NOTE [Order] in leftovers.
+            del loss
             state.restore()
             before = memory_now(self._live.device)
             self._recovery.release()
             attempts += 1
             self._next_rung(ladder, place, attempts, before)
 
-    def _attempt(self, batch: Any, state: StepState) -> torch.Tensor | None:
-        """The loss, with the gradients in the parameters; None where memory ran out."""
-        live = self._live
+    def _tried(self, action: Callable[[], T]) -> T | None:
+        """What an action gives; None where memory ran out."""
         try:
-            total: torch.Tensor | None = None
-            with contextlib.closing(live.split(batch)) as pieces:
-                for piece in pieces:
-                    loss = self._loss(self.model, self._placed(piece))
-                    del piece
-                    live.backward(loss)
-                    share = live.weighted(loss).detach()
-                    total = share if total is None else total + share
-                    del loss, share
-            if total is None:
-                raise UsageError("the batch is empty", "Give at least one example")
-            state.join_gradients()
-            if live.scaler is not None:
-                live.scaler.unscale_(self.optimizer)
-            if self.settings.clip_norm is not None:
-                nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip_norm)
-            return total
+            return action()
         except BaseException as error:
             if not self._recovery.noted(error):
                 raise
             return None
+
+    def _own_gradients(self, batch: Any) -> torch.Tensor:
+        """The loss of this rank's batch, with its gradients in the parameters."""
+        live, total = self._live, None
+        assert self._loss is not None
+        with unsynchronised(self.model), contextlib.closing(_generator(live.split(batch))) as pieces:
+            for piece in pieces:
+                loss = self._loss(self.model, self._placed(piece))
+                del piece
+                live.backward(loss)
+                share = live.weighted(loss).detach()
+                total = share if total is None else total + share
+                del loss, share
+        if total is None:
+            raise UsageError("the batch is empty", "Give at least one example")
+        if self._votes is not None:
+            self._votes.prepare(self.model)
+        return total
+
+    def _finished_gradients(self, state: StepState) -> bool:
+        """The gradients as the optimizer takes them: of all ranks, with earlier ones, unscaled and cut."""
+        if self._votes is not None:
+            self._votes.reduce(self.model)
+        state.join_gradients()
+        if self._live.scaler is not None:
+            self._live.scaler.unscale_(self.optimizer)
+        if self.settings.clip_norm is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip_norm)
+        return True
+
+    def _most(self, *values: int) -> tuple[int, ...]:
+        """The largest of what each rank says, for each value; of one process its own."""
+        return values if self._votes is None else self._votes.most(*values)
 
     def _placed(self, batch: Any) -> Any:
         """A batch on the device; one that is there in part was placed by the loop, and stays as it is."""
@@ -213,6 +276,7 @@ class Survivor:
         if not self.settings.numerics < allowed:
             with contextlib.suppress(UsageError):
                 most = find_cut(batch).size
+        (most,) = self._most(most)
         while pieces < most:
             pieces = min(2 * pieces, most)
             yield Level(rung=Rung.MICRO_BATCHES, pieces=pieces)
@@ -269,24 +333,29 @@ class Survivor:
         Raises:
             torch.OutOfMemoryError: there is nothing left to do.
         """
-        shortage = self._recovery.last
-        assert shortage is not None
+        shortage = self._recovery.last or _ANOTHER_RANK
+        self._recovery.last = None
         asked = requested_bytes(shortage.message)
-        ladder.shortage(place, 0 if before is None else before.allocated + asked)
+        ladder.shortage(place, 0 if before is None or not asked else before.allocated + asked)
         now = memory_now(self._live.device)
         evidence = "" if now is None else f"at the next attempt {now}"
         if attempts == 1:
             self._tell("retry", Rung.AGAIN, shortage.message, evidence)
             return
-        if attempts == 2 and self._defragmented(asked, now):
+        if attempts == 2 and self._most(int(self._defragmented(asked, now)))[0]:
             self._tell("retry", Rung.DEFRAGMENT, shortage.message, evidence)
             return
         above = next(
             (one for one in range(place + 1, len(ladder.levels)) if one not in self._unattachable), None
         )
+        if above is None and attempts < place + _LAST_TRIES:
+            self._tell("retry", Rung.AGAIN, shortage.message, evidence)
+            return
         if above is None:
             self._tell("given-up", ladder.level.rung, shortage.message, evidence)
-            raise torch.OutOfMemoryError(f"{shortage.message} (nothing that vramfit.survive may do makes it fit)")
+            raise torch.OutOfMemoryError(
+                f"{shortage.message} (nothing that vramfit.survive may do makes it fit)"
+            )
         ladder.climb(above)
         self._tell("up", ladder.level.rung, shortage.message, evidence, ladder.level.pieces)
 
@@ -317,14 +386,14 @@ class Survivor:
             known[name] = self._recovery.insist(lambda one=known[name]: one.to(self._live.device))  # type: ignore[misc]
         return True
 
-    def _look_down(self, ladder: Ladder) -> None:
-        """Leave a rung on trial where steps went well for long enough."""
-        if ladder.after_good_step(memory_now(self._live.device)):
-            while ladder.place in self._unattachable:
-                ladder.climb(ladder.place - 1)
-            self._tell("down", ladder.level.rung, pieces=ladder.level.pieces)
-            if ladder.place == 0 and self._guard.hosted:
-                self._bring_back()
+    def _go_down(self, ladder: Ladder) -> None:
+        """Leave a rung on trial."""
+        ladder.go_down()
+        while ladder.place in self._unattachable:
+            ladder.climb(ladder.place - 1)
+        self._tell("down", ladder.level.rung, pieces=ladder.level.pieces)
+        if ladder.place == 0 and self._guard.hosted:
+            self._bring_back()
 
     def _bring_back(self) -> None:
         count = len(self._guard.hosted)
@@ -346,6 +415,8 @@ class Survivor:
         else:
             self._scaled_step(scaler)
         self._recovery.insist(lambda: self.optimizer.zero_grad(set_to_none=True))
+        if self._votes is not None and self._most(len(self._guard.hosted))[0]:
+            self._votes.spread_parameters(self.model)
         if len(self._guard.hosted) > hosted and self._recovery.last is not None:
             rung = Rung.PLAIN if self._ladder is None else self._ladder.level.rung
             evidence = f"states of {len(self._guard.hosted)} parameters are on the host"
@@ -367,9 +438,9 @@ class Survivor:
                 self.optimizer.step = plain  # type: ignore[method-assign]
                 self._guard.step()
                 stepped = True
-                self.optimizer.step = once  # type: ignore[method-assign]
+                self.optimizer.step = once  # type: ignore[method-assign,assignment]
 
-        self.optimizer.step = once  # type: ignore[method-assign]
+        self.optimizer.step = once  # type: ignore[method-assign,assignment]
         try:
             self._recovery.insist(lambda: scaler.step(self.optimizer))
         finally:
@@ -378,13 +449,15 @@ class Survivor:
             else:
                 self.optimizer.step = own  # type: ignore[method-assign]
 
-    def _tell(
-        self, kind: str, rung: Rung, cause: str = "", evidence: str = "", pieces: int = 1
-    ) -> None:
-        event = Event(
-            step=self.steps, kind=kind, rung=rung, cause=cause, evidence=evidence, pieces=pieces
-        )
+    def _tell(self, kind: str, rung: Rung, cause: str = "", evidence: str = "", pieces: int = 1) -> None:
+        event = Event(step=self.steps, kind=kind, rung=rung, cause=cause, evidence=evidence, pieces=pieces)
         self.events.append(event)
         _log.log(logging.INFO if kind in ("down", "back") else logging.WARNING, "%s", event)
         if self._on_event is not None:
             self._on_event(event)
+
+
+def _generator(pieces: Iterator[Any]) -> Generator[Any, None, None]:
+    """Pieces as what can be closed: an attempt that fails leaves the contexts that they were made in."""
+    assert isinstance(pieces, Generator)
+    return pieces

@@ -1,0 +1,141 @@
+"""Ranks that agree before each collective, so that none waits for one that ran out of memory.
+
+NOTE [Votes]: a rank that runs out in its forward or backward pass never comes to the reduction that the others wait in.
+So gradients stay on their rank until all have said, on a group of CPU tensors with a timeout, that they have them and
+the buffer to reduce them with; if one has not, all begin the step anew, on the same rung. What a rank allocates after
+the reduction is voted on once more. The optimizer's step needs no vote: it always ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import nn
+
+from vramfit.errors import UsageError, VramfitError
+
+BUCKET_BYTES = 25 << 20
+"""Of gradients that are reduced together, as in torch's DistributedDataParallel (bucket_cap_mb)."""
+
+
+class RankVotes:
+    """The ranks of a training.
+
+    Args:
+        model: wrapped by DistributedDataParallel.
+        timeout: seconds that a rank waits for the others' votes.
+    """
+
+    def __init__(self, model: nn.parallel.DistributedDataParallel, timeout: float) -> None:
+        import torch.distributed as dist
+
+        self._dist: Any = dist
+        self._group = model.process_group
+        ranks = dist.get_process_group_ranks(self._group)
+        self.size = len(ranks)
+        self._source = ranks[0]
+        self._votes = dist.new_group(ranks, backend="gloo", timeout=timedelta(seconds=timeout))
+        self._timeout = timeout
+        self._bucket: torch.Tensor | None = None
+
+    def most(self, *values: int) -> tuple[int, ...]:
+        """The largest of what each rank says, for each value.
+
+        Raises:
+            VramfitError: a rank does not answer in time.
+        """
+        told = torch.tensor(values, dtype=torch.int64, device="cpu")
+        try:
+            self._dist.all_reduce(told, op=self._dist.ReduceOp.MAX, group=self._votes)
+        except RuntimeError as error:
+            raise VramfitError(
+                f"a rank did not vote within {self._timeout:g} s: {str(error).splitlines()[0]}",
+                "Look at the other ranks' logs: one has ended or hangs",
+            ) from error
+        return tuple(int(value) for value in told)
+
+    def prepare(self, model: nn.Module) -> None:
+        """Have the buffer of the reduction before the vote.
+
+        Raises:
+            torch.OutOfMemoryError: there is no room for it.
+        """
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                elements = max(parameter.numel(), BUCKET_BYTES // parameter.element_size())
+                elements = min(elements, sum(p.numel() for p in model.parameters()))
+                if self._bucket is None or self._bucket.numel() < elements:
+                    self._bucket = torch.empty(elements, dtype=torch.float32, device=parameter.device)
+
+    def reduce(self, model: nn.Module) -> None:
+        """Average the gradients over the ranks, in the prepared buffer.
+
+        Parameters without a gradient on this rank count as nothing, as in torch's DistributedDataParallel.
+        """
+        assert self._bucket is not None
+        for part in self._buckets(model):
+            flat = self._bucket[: sum(parameter.numel() for parameter in part)]
+            start = 0
+            for parameter in part:
+                here = flat[start : start + parameter.numel()]
+                if parameter.grad is None:
+                    here.zero_()
+                else:
+                    here.copy_(parameter.grad.reshape(-1))
+                start += parameter.numel()
+            flat.div_(self.size)
+            self._dist.all_reduce(flat, group=self._group)
+            start = 0
+            for parameter in part:
+                if parameter.grad is not None:
+                    parameter.grad.copy_(flat[start : start + parameter.numel()].view_as(parameter))
+                start += parameter.numel()
+
+    def spread_parameters(self, model: nn.Module) -> None:
+        """Give all ranks the first one's parameters: what stepped on a host is rounded otherwise."""
+        with torch.no_grad():
+            for parameter in model.parameters():
+                self._dist.broadcast(parameter, src=self._source, group=self._group)
+
+    def _buckets(self, model: nn.Module) -> Iterator[list[nn.Parameter]]:
+        assert self._bucket is not None
+        held: list[nn.Parameter] = []
+        for parameter in model.parameters():
+            if not parameter.requires_grad:
+                continue
+            if held and sum(p.numel() for p in held) + parameter.numel() > self._bucket.numel():
+                yield held
+                held = []
+            held.append(parameter)
+        if held:
+            yield held
+
+
+def votes_for(model: nn.Module, timeout: float) -> RankVotes | None:
+    """The ranks that a wrapped model trains on; None for one process.
+
+    Raises:
+        UsageError: the wrapper's own state does not outlive an attempt that failed.
+    """
+    for module in model.modules():
+        kind = type(module)
+        if any(base.__name__ in ("FSDPModule", "FullyShardedDataParallel") for base in kind.__mro__):
+            raise UsageError(
+                f"{kind.__name__} is sharded: which of its parameters are gathered is not known after a shortage",
+                "Keep checkpoints and restart, or train with DistributedDataParallel",
+            )
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        return RankVotes(model, timeout)
+    return None
+
+
+def unsynchronised(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
+    """Without the wrapper's own reduction."""
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        found: contextlib.AbstractContextManager[Any] = model.no_sync()
+        return found
+    return contextlib.nullcontext()
