@@ -1,0 +1,271 @@
+"""Steps that outlive running out of memory: what they leave is what they leave without it."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import vramfit
+from tests.runtime.faults import Faults
+from tests.runtime.subjects import SUBJECTS, Subject, train
+from vramfit.errors import UsageError
+from vramfit.runtime.survival.ladder import Ladder, Level, Rung
+from vramfit.runtime.survival.leftovers import MemoryNow, requested_bytes
+
+STEPS = 3
+
+
+@pytest.fixture(autouse=True)
+def _frozen() -> Iterator[None]:
+    """What is alive already is left out of collections, each of which would look at all of torch."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.parametrize("subject", SUBJECTS, ids=lambda one: one.name)
+def test_running_out_anywhere_changes_nothing(subject: Subject) -> None:
+    """One allocation of each dozen; the benchmark takes all of them."""
+    none = Faults()
+    plain = train(subject, STEPS, none)
+    assert not plain.survivor.events
+    assert none.seen > 100
+    for at in range(len(subject.name) % 12, none.seen, 12):
+        faults = Faults(at)
+        found = train(subject, STEPS, faults)
+        assert faults.raised == 1
+        assert found.equals(plain), f"allocation {at}: {found.survivor.events}"
+
+
+def test_a_second_failure_in_the_optimizer_steps_parameter_by_parameter() -> None:
+    subject = SUBJECTS[0]
+    whole = Faults()
+    plain = train(subject, 1, whole)
+    faults = Faults(*range(whole.seen - 20, whole.seen - 18))
+    found = train(subject, 1, faults)
+    assert faults.raised == 2
+    assert found.equals(plain)
+
+
+def _mean() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3)).double()
+    return model, torch.optim.SGD(model.parameters(), lr=1.0)
+
+
+class TooLarge(nn.Module):
+    """Runs out for batches of more rows than there is room for; says how often."""
+
+    def __init__(self, model: nn.Module, room: int) -> None:
+        super().__init__()
+        self.model, self.room, self.failed, self.seen = model, room, 0, []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) > self.room:
+            self.failed += 1
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0")
+        self.seen.append(len(x))
+        return self.model(x)  # type: ignore[no-any-return]
+
+
+def _square(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).square().mean()  # type: ignore[no-any-return]
+
+
+def test_micro_batches_have_the_gradients_of_the_whole_and_are_left_again() -> None:
+    x = torch.randn(12, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    plain, optimizer = _mean()
+    for _ in range(40):
+        _square(plain, x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    inner, optimizer = _mean()
+    model = TooLarge(inner, room=3)
+    with vramfit.survive(model, optimizer, loss=_square, patience=4) as survivor:
+        for number in range(40):
+            if number == 10:
+                model.room = 12
+            survivor.step(x)
+    for mine, theirs in zip(inner.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+    assert [event.kind for event in survivor.events][:3] == ["retry", "up", "up"]
+    assert sum(event.kind == "down" for event in survivor.events) >= 2
+    assert model.seen[-1] == 12  # whole again
+    assert survivor.steps == 40
+
+
+def test_a_lasting_shortage_is_tried_ever_more_rarely() -> None:
+    model, optimizer = _mean()
+    short = TooLarge(model, room=6)
+    with vramfit.survive(short, optimizer, loss=_square, patience=4) as survivor:
+        for _ in range(120):
+            survivor.step(torch.ones(12, 6, dtype=torch.float64))
+    tries = [event.step for event in survivor.events if event.kind == "down"]
+    waits = [later - sooner for sooner, later in zip(tries, tries[1:], strict=False)]
+    assert waits == sorted(waits)
+    assert waits[-1] >= 3 * waits[0]
+
+
+def test_batch_norm_takes_no_micro_batches_unless_that_is_allowed() -> None:
+    def make() -> tuple[TooLarge, torch.optim.Optimizer]:
+        model = TooLarge(nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)), room=4)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    model, optimizer = make()
+    before = [value.clone() for value in model.state_dict().values()]
+    with pytest.raises(torch.OutOfMemoryError, match=r"nothing that vramfit\.survive may do"):
+        vramfit.survive(model, optimizer, loss=_square).step(torch.randn(8, 6))
+    assert all(map(torch.equal, before, model.state_dict().values()))
+    model, optimizer = make()
+    with vramfit.survive(model, optimizer, loss=_square, numerics="approximate") as survivor:
+        survivor.step(torch.randn(8, 6))
+    assert model.seen == [4, 4]
+
+
+@pytest.mark.parametrize("numerics", ["bitwise", "rounding"])
+def test_what_does_not_fit_is_given_up_with_everything_as_before(numerics: str) -> None:
+    model, optimizer = _mean()
+    short = TooLarge(model, room=0)
+    earlier = torch.ones_like(model[0].weight)  # type: ignore[arg-type]
+    model[0].weight.grad = earlier
+    with pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 2\.00 GiB"):
+        vramfit.survive(short, optimizer, loss=_square, numerics=numerics).step(
+            torch.ones(4, 6, dtype=torch.float64)
+        )
+    assert model[0].weight.grad is earlier
+    assert model[2].weight.grad is None
+    assert torch.equal(earlier, torch.ones_like(earlier))
+    fresh, _ = _mean()
+    assert all(map(torch.equal, model.parameters(), fresh.parameters()))
+
+
+def test_other_errors_pass_untouched() -> None:
+    model, optimizer = _mean()
+    survivor = vramfit.survive(model, optimizer)
+
+    @survivor
+    def step(batch: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("index out of memory bounds")
+
+    with pytest.raises(RuntimeError, match="index out of memory bounds"):
+        step(torch.ones(2))
+    assert not survivor.events
+
+
+def test_nothing_of_a_failed_attempt_is_alive_at_the_next() -> None:
+    model, optimizer = _mean()
+    held: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+
+    def loss(_model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        alive.append(sum(one() is not None for one in held))
+        local = model(batch)
+        held.append(weakref.ref(local))
+        cycle: list[Any] = [local]
+        cycle.append(cycle)
+        if len(held) < 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0")
+        return local.square().mean()  # type: ignore[no-any-return]
+
+    vramfit.survive(model, optimizer, loss=loss, numerics="bitwise").step(
+        torch.ones(4, 6, dtype=torch.float64)
+    )
+    assert alive == [0, 0, 0]
+
+
+def test_earlier_gradients_are_part_of_the_step() -> None:
+    x = torch.randn(4, 6, dtype=torch.float64)
+    plain, optimizer = _mean()
+    _square(plain, x).backward()
+    _square(plain, 2 * x).backward()
+    optimizer.step()
+    model, optimizer = _mean()
+    _square(model, x).backward()
+    vramfit.survive(model, optimizer, loss=_square).step(2 * x)
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-14, atol=1e-14)
+        assert mine.grad is None
+
+
+def test_hooks_of_the_optimizer_run_once() -> None:
+    subject = SUBJECTS[0]
+    torch.manual_seed(0)
+    model, optimizer, more = subject.make()
+    told: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: told.append("before"))
+    optimizer.register_step_post_hook(lambda *_: told.append("after"))
+    with Faults(60, 70) as faults:
+        vramfit.survive(model, optimizer, loss=subject.loss, **more).step(subject.batch(0))
+    assert faults.raised == 2
+    assert told == ["before", "after"]
+
+
+def test_inference_goes_on_in_parts() -> None:
+    model = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3)).eval()
+    short = TooLarge(model, room=5)
+    x = torch.randn(17, 6)
+    survivor = vramfit.survive(short)
+    torch.testing.assert_close(survivor.run(x), model(x).detach())
+    assert [event.kind for event in survivor.events] == ["retry", "up", "up"]
+    short.room = 0
+    with pytest.raises(torch.OutOfMemoryError, match="single entries do not fit"):
+        survivor.run(x)
+
+    @survivor
+    def answer(rows: torch.Tensor) -> torch.Tensor:
+        return short(rows) + 1  # type: ignore[no-any-return]
+
+    short.room = 17
+    torch.testing.assert_close(answer(x), model(x).detach() + 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"optimizer": 3}, "is no optimizer of torch"),
+        ({"loss": len}, "belong to an optimizer"),
+        ({"patience": 0}, "patience=0"),
+        ({"reduction": "middle"}, "reduction='middle'"),
+        ({"numerics": "vague"}, "not a level of numerics"),
+        ({"vote_seconds": 0}, "vote_seconds=0"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: dict[str, Any], message: str) -> None:
+    model, optimizer = _mean()
+    given = arguments if {"loss", "optimizer"} & set(arguments) else {"optimizer": optimizer, **arguments}
+    with pytest.raises(UsageError, match=message) as caught:
+        vramfit.survive(model, **given)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(UsageError, match="LBFGS"):
+        vramfit.survive(model, torch.optim.LBFGS(model.parameters()))
+    with pytest.raises(UsageError, match="survive has no loss"):
+        vramfit.survive(model, optimizer).step(torch.ones(1))
+
+
+def test_a_rung_is_left_only_where_there_is_room() -> None:
+    ladder = Ladder((Level(rung=Rung.PLAIN), Level(rung=Rung.MICRO_BATCHES, pieces=2)), patience=2)
+    ladder.shortage(0, needed=1000)
+    ladder.climb(1)
+    for _ in range(2):
+        ladder.after_good_step()
+    assert not ladder.may_go_down(MemoryNow(allocated=100, reserved=300, free=500))
+    assert ladder.may_go_down(MemoryNow(allocated=100, reserved=300, free=700))
+    assert ladder.may_go_down(None)
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0", 20 << 20),
+        ("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1178729664 bytes.", 1178729664),
+        ("CUDA error: out of memory", 0),
+    ],
+)
+def test_what_was_asked_for_is_read_from_the_message(message: str, expected: int) -> None:
+    assert requested_bytes(message) == expected
