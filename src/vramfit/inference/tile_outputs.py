@@ -206,7 +206,7 @@ def _given_scale(given: Any, axes: int) -> tuple[Fraction, ...] | None:
     several = tuple(given) if isinstance(given, tuple | list) else (given,) * axes
     try:
         found = tuple(Fraction(one).limit_denominator(1 << 16) for one in several)
-    except (TypeError, ValueError, ZeroDivisionError):
+    except (TypeError, ValueError, ZeroDivisionError, OverflowError):
         found = ()
     if len(found) != axes or min(found) <= 0:
         raise UsageError(
