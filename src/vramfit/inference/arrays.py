@@ -339,11 +339,9 @@ def share_memory(one: Any, other: Any) -> bool:
     """Whether what is written into one array changes the other: the same memory, the same file, the same store."""
     if one is other:
         return True
-    files = [_mapped_file(array) for array in (one, other)]
-    if files[0] is not None and files[1] is not None:
-        (path, start, stop), (other_path, other_start, other_stop) = files
-        if path == other_path and start < other_stop and other_start < stop:
-            return True
+    file, other_file = _mapped_file(one), _mapped_file(other)
+    if file is not None and other_file is not None and file[0] == other_file[0]:
+        return file[1] < other_file[2] and other_file[1] < file[2]
     stores = [getattr(array, "store_path", None) for array in (one, other)]
     if stores[0] is not None and str(stores[0]) == str(stores[1]):
         return True
@@ -351,7 +349,7 @@ def share_memory(one: Any, other: Any) -> bool:
     if values[0] is None or values[1] is None:
         return _same_storage(one, other)
     try:
-        return np.shares_memory(values[0], values[1], max_work=_MOST_WORK)
+        return np.shares_memory(values[0], values[1], max_work=_MOST_WORK)  # type: ignore[arg-type]  # any number will do
     except np.exceptions.TooHardError:
         return True
 
@@ -366,7 +364,8 @@ def _mapped_file(array: Any) -> tuple[str, int, int] | None:
         return os.path.realpath(array.path), 0, array.path.stat().st_size
     if not isinstance(array, np.memmap) or is_private(array) or array.filename is None:
         return None
-    size = len(array._mmap) if isinstance(getattr(array, "_mmap", None), mmap.mmap) else array.nbytes
+    mapped = getattr(array, "_mmap", None)
+    size = len(mapped) if isinstance(mapped, mmap.mmap) else array.nbytes
     return os.path.realpath(array.filename), array.offset, array.offset + size
 
 
