@@ -20,7 +20,7 @@ _MOST = 80
 
 def shown(given: object) -> str:
     """An argument as an error shows it."""
-    text = repr(given)
+    text = " ".join(repr(given).split())  # of arrays, which are shown in several lines
     return text if len(text) <= _MOST else f"{text[: _MOST - 1]}…"
 
 

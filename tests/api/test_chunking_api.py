@@ -29,6 +29,7 @@ def test_it_equals_the_whole() -> None:
         ({"size": 2, "dim": "x"}, "dim='x'"),
         ({"size": 2, "named": [1]}, "names no arguments"),
         ({"size": 2, "whole": "0"}, "whole='0'"),
+        ({"size": 2, "whole": ["mask"]}, "whole names 'mask', which is no argument"),
         ({"size": 2, "device": "gpu"}, "device='gpu' is no device"),
         ({"size": 2, "output_device": 3}, "output_device=3"),
         ({"size": 2, "check": 1}, "check=1"),

@@ -57,6 +57,25 @@ def test_odd_lengths_of_a_smaller_result(length: int, ceil: bool) -> None:
     torch.testing.assert_close(found, whole(model, x), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("length", range(29, 37))
+@pytest.mark.parametrize("halo", [None, 8])
+def test_lengths_that_a_model_rounds(length: int, halo: int | None) -> None:
+    """Down by strides and up again without a crop: the result's length is another than the input's times the scale."""
+    torch.manual_seed(0)
+    middle = nn.Conv2d(2, 2, 3, padding=1)
+    for model in (
+        nn.Sequential(nn.Conv2d(2, 2, 3, stride=2, padding=1), middle, nn.ConvTranspose2d(2, 3, 2, stride=2)),
+        nn.Sequential(nn.MaxPool2d(4), middle, nn.Upsample(scale_factor=4)),
+        nn.Sequential(nn.Conv2d(2, 2, 3, stride=3), nn.ConvTranspose2d(2, 3, 3, stride=3)),
+        nn.Sequential(
+            nn.Conv2d(2, 8, 2, stride=2), nn.Conv2d(8, 64, 3, stride=2, padding=1), nn.PixelShuffle(8)
+        ),
+    ):
+        x = numbers(1, 2, length, length + 1, dtype=torch.float64)
+        found = vramfit.tiled(model.double().eval(), x, tile=28, halo=halo)
+        torch.testing.assert_close(found, whole(model, x), rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 def test_dtypes(dtype: torch.dtype) -> None:
     model, x = plain(2, dtype=dtype), numbers(2, 45, 37, dtype=dtype)

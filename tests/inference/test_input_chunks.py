@@ -6,6 +6,7 @@ import gc
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -143,6 +144,24 @@ def test_bad_input_is_one_line() -> None:
     with pytest.raises(UsageError, match="packed sequence"):
         run(lambda x: x, packed, size=1)
     assert run(lambda x: x + 1, torch.empty(0, 3), size=2).shape == (0, 3)
+    for odd in (torch.eye(4).to_sparse(), torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged)):
+        with pytest.raises(UsageError, match="sparse or nested"):
+            run(lambda x: x, odd, size=1)
+    with pytest.raises(UsageError, match="out is expanded"):
+        call_in_chunks(
+            lambda x: x, ((torch.ones(4, 2),), {}), ChunkSettings(size=2), out=torch.ones(1, 2).expand(4, 2)
+        )
+
+
+def test_outputs_that_are_no_tensors_are_those_of_every_chunk() -> None:
+    x = torch.randn(6, 4)
+    found = run(lambda x: {"x": x, "names": np.arange(3), "score": float("nan")}, x, size=4)
+    assert (
+        torch.equal(found["x"], x) and list(found["names"]) == [0, 1, 2] and found["score"] != found["score"]
+    )
+    with pytest.raises(UsageError, match="chunks cannot be joined") as told:
+        run(lambda x: x.numpy(), x, size=4)
+    assert "\n" not in str(told.value)
 
 
 def test_the_card_holds_the_outputs_and_one_chunk(gpu: VirtualGPU) -> None:

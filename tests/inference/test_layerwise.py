@@ -260,6 +260,23 @@ def autoencoder(*channels: int, groups: int = 4) -> Any:
         ).eval()
 
 
+@pytest.mark.parametrize("rows", [1, 2, 3, 4])
+def test_chunks_that_lie_in_the_padding_as_a_whole(rows: int) -> None:
+    for pads in ((1, 2, 1, 2), (0, 0, 0, 3), (2, 2, 5, 5), (0, 0, -1, 4)):
+        assert error_of(lambda x, pads=pads: F.pad(x, pads, value=3.0), IMAGE, rows) == 0
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4])
+def test_means_of_a_volume_over_fewer_rows_than_a_window(rows: int) -> None:
+    """torch refuses rows that are fewer than a window of ``avg_pool3d``, its padding left out, and of no other."""
+    volume = numbers(1, 2, 9, 5, 7)
+    for size, stride, padding in ((2, 2, 0), (3, 1, 1), (3, 2, 1), (2, 3, 1), (4, 3, 2)):
+        for rounds_up in (False, True):
+            for counts in (False, True):
+                pool = nn.AvgPool3d(size, stride, padding, ceil_mode=rounds_up, count_include_pad=counts)
+                assert error_of(pool, volume, rows) == 0
+
+
 def test_a_latent_decoder_computes_nothing_twice() -> None:
     torch.manual_seed(0)
     vae = autoencoder(8, 16).double()

@@ -64,6 +64,22 @@ def test_every_point_belongs_to_one_block_with_all_that_is_near() -> None:
         assert set(near.tolist()) <= set(block.points.tolist())
 
 
+def test_clouds_far_from_the_origin_have_no_wider_halo() -> None:
+    points = cloud().double()
+    points[:, :3] += torch.tensor([5e5, 5e6, 0.0])  # metres of a map
+    near = torch.cdist(points[:, :3], points[:, :3], compute_mode="donot_use_mm_for_euclid_dist") <= RADIUS
+
+    def count(some: torch.Tensor) -> torch.Tensor:
+        places = some[:, :3]
+        return (torch.cdist(places, places, compute_mode="donot_use_mm_for_euclid_dist") <= RADIUS).sum(1)
+
+    settings = PointSettings(radius=RADIUS, most_points=120)
+    assert torch.equal(call_by_blocks(count, points, settings), near.sum(1))
+    assert len(list(point_blocks(points[:, :3], settings))) == len(
+        list(point_blocks(cloud()[:, :3].double(), settings))
+    )
+
+
 def test_features_and_containers_go_along() -> None:
     points = cloud()
     colours = torch.randn(len(points), 2, dtype=torch.double)
@@ -93,6 +109,10 @@ def test_bad_input_is_one_line() -> None:
         )
     with pytest.raises(UsageError, match="Let it give one entry for each point"):
         call_by_blocks(lambda p: p.sum(), points, PointSettings(radius=0.01, most_points=100, check=False))
+    with pytest.raises(UsageError, match="Let it give one entry for each point"):
+        call_by_blocks(lambda p: p.sum(0), points, PointSettings(radius=0.01, most_points=100))
+    with pytest.raises(UsageError, match=r"points have the shape \[400\]"):
+        call_by_blocks(model, points[:, 0], PointSettings(radius=0.2, most_points=300))
 
 
 def test_a_card_holds_one_block(gpu: VirtualGPU) -> None:

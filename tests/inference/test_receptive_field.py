@@ -71,6 +71,44 @@ def test_local_networks(net: nn.Module, halo: tuple[int, int], alignment: int) -
     assert (read.scales, read.shrink) == (measured.scales, measured.shrink)
 
 
+class Turned(nn.Module):
+    """A network behind something that does not say which rows it reads."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x.flip(-1).flip(-1))
+
+
+@pytest.mark.parametrize(("stride", "before"), [(3, 1), (5, 1), (7, 1), ((2, 3), 1)])
+@pytest.mark.parametrize("evidence", [HaloEvidence.STRUCTURE, HaloEvidence.MEASURED])
+def test_strides_that_are_no_powers_of_two(stride: Any, before: int, evidence: HaloEvidence) -> None:
+    torch.manual_seed(0)
+    net = conv(stride=stride, padding=1)
+    found = probe(net if evidence is HaloEvidence.STRUCTURE else Turned(net), IMAGE)
+    steps = stride if isinstance(stride, tuple) else (stride, stride)
+    assert (found.kind, found.alignment, found.evidence) == (LOCAL, steps, evidence)
+    assert all(
+        low == before and high == max(0, 2 - step)
+        for (low, high), step in zip(found.halo, steps, strict=True)
+    )
+    assert found.scales == (tuple(Fraction(1, step) for step in steps),)
+
+
+def test_a_halo_of_half_the_smallest_input_is_measured() -> None:
+    torch.manual_seed(0)
+    # A block begins at every other row; beyond it the strided layer sees 1 row, and the dilated one 4 times 2.
+    net = nn.Sequential(
+        nn.Conv3d(1, 2, 3, stride=2, padding=1),
+        nn.Conv3d(2, 1, 3, padding=4, dilation=4),
+        nn.Upsample(scale_factor=2),
+    )
+    found = probe(Turned(net), torch.zeros(1, 1, 32, 32, 32))
+    assert (found.kind, found.halo[0], found.alignment[0]) == (LOCAL, (9, 8), 2)
+
+
 def test_each_dimension_has_its_own() -> None:
     found = probe(conv((1, 7), padding=(0, 3), stride=(1, 2)), IMAGE)
     assert found.halo == ((0, 0), (3, 2)) and found.alignment == (1, 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,7 @@ def test_a_journal_of_another_run_is_refused(tmp_path: Path, model: nn.Module) -
         ("another shape of the input", model, X[:, :50], EXACT),
         ("another settings", model, tmp_path / "x.npy", {**EXACT, "halo": 4}),
         ("another settings", model, tmp_path / "x.npy", {**EXACT, "reduce": "argmax"}),
+        ("another settings", model, tmp_path / "x.npy", {**EXACT, "prepare": lambda tiles: tiles * 2}),
     ]
     before = (tmp_path / "j").read_bytes()
     for said, with_model, x, settings in tries:
@@ -225,6 +227,103 @@ def test_arrays_that_cannot_be_written(tmp_path: Path, model: nn.Module) -> None
     assert not calls
     with pytest.raises(WriteError, match="no slices here"):
         vramfit.tiled(model, X, out=Narrow(), **EXACT)
+
+    with pytest.raises(UsageError, match="cannot be written"):
+        vramfit.tiled(model, X, out=torch.zeros(1, 1, 1).expand(3, 61, 47), **EXACT)
+
+
+REDUCTIONS: list[tuple[Any, Any]] = [
+    ("threshold=0.1", "threshold=0.3"),
+    (("threshold=0.1",), ("threshold=0.3",)),
+    (lambda block: block > at(0.1), lambda block: block > at(0.3)),
+    (functools.partial(torch.gt, other=0.1), functools.partial(torch.gt, other=0.3)),
+    (lambda block: block.amax(1), lambda block: block.amin(1)),
+]
+
+
+def at(value: float) -> float:
+    return value
+
+
+@pytest.mark.parametrize(("first", "second"), REDUCTIONS)
+def test_a_journal_of_another_reduction_is_refused(
+    tmp_path: Path, model: nn.Module, first: Any, second: Any
+) -> None:
+    where: dict[str, Any] = {"out": tmp_path / "y.npy", "journal": True}
+    with pytest.raises(KeyboardInterrupt):
+        vramfit.tiled(model, X, progress=breaks_off(3), reduce=first, **where, **EXACT)
+    with pytest.raises(UsageError, match="another settings"):
+        vramfit.tiled(model, X, reduce=second, **where, **EXACT)
+    changed = X.clone()
+    changed[0, 30, 20] += 1  # in the middle, which neither the first nor the last tile holds
+    with pytest.raises(UsageError, match="another input"):
+        vramfit.tiled(model, changed, reduce=first, **where, **EXACT)
+    found = vramfit.tiled(model, X, reduce=first, **where, **EXACT)
+    expected = vramfit.tiled(model, X, reduce=first, **EXACT)
+    found, expected = (one[0] if isinstance(one, tuple) else one for one in (found, expected))
+    assert torch.equal(torch.from_numpy(np.array(found)), expected)
+
+
+def test_what_is_written_into_a_private_map_stays(tmp_path: Path, model: nn.Module) -> None:
+    for name, values in (("x.npy", X.numpy()), ("y.npy", np.zeros((3, 61, 47), np.float32))):
+        np.save(tmp_path / name, values)
+    changed = np.load(tmp_path / "x.npy", mmap_mode="c")
+    changed += 1
+    expected = vramfit.tiled(model, X + 1, **EXACT)
+    assert torch.equal(vramfit.tiled(model, changed, **EXACT), expected)
+    assert np.array_equal(changed, X.numpy() + 1)
+    private = np.load(tmp_path / "y.npy", mmap_mode="c")
+    vramfit.tiled(model, X, out=private, **EXACT)
+    assert np.array_equal(private, vramfit.tiled(model, X, **EXACT).numpy())
+    with pytest.raises(UsageError, match="outlive the process"):
+        vramfit.tiled(model, X, out=private, journal=tmp_path / "j", **EXACT)
+
+
+def test_a_result_over_the_input_is_refused(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, values = nn.Conv2d(2, 2, 3, padding=1).eval(), X.numpy().copy()
+    expected = vramfit.tiled(model, X, tile=16, halo=1)
+    np.save(tmp_path / "x.npy", values)
+    mapped = np.load(tmp_path / "x.npy", mmap_mode="r+")
+    tensor = torch.from_numpy(values)
+    shared: list[tuple[Any, Any]] = [
+        (values, values),
+        (tensor, values),
+        (values[None], tensor[None]),
+        (mapped, mapped),
+        (tmp_path / "x.npy", mapped),
+        (np.load(tmp_path / "x.npy", mmap_mode="r"), mapped),
+    ]
+    for x, out in shared:
+        with pytest.raises(UsageError, match="input's own memory"):
+            vramfit.tiled(model, x, tile=16, halo=1, out=out)
+    assert np.array_equal(values, X.numpy()) and np.array_equal(mapped, X.numpy())
+    del mapped
+    # Side by side in one tensor there is nothing in common; and a file is written beside its name.
+    both = torch.cat([X, torch.zeros_like(X)])
+    vramfit.tiled(model, both[:2], tile=16, halo=1, out=both[2:])
+    assert torch.equal(both[2:], expected)
+    vramfit.tiled(model, tmp_path / "x.npy", tile=16, halo=1, out=tmp_path / "x.npy")
+    assert np.array_equal(np.load(tmp_path / "x.npy"), expected.numpy())
+
+
+def test_results_have_places_of_their_own_by_their_names(tmp_path: Path, model: nn.Module) -> None:
+    def two(tiles: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"one": model(tiles), "two": 2 * model(tiles)}
+
+    how: dict[str, Any] = {**EXACT, "dims": 2}
+    first, second = tmp_path / "one.npy", tmp_path / "two.npy"
+    vramfit.tiled(two, X, out={"two": second, "one": first}, **how)
+    assert np.array_equal(np.load(second), 2 * np.load(first))
+    with pytest.raises(UsageError, match="out is for one, three, and the results are one, two"):
+        vramfit.tiled(two, X, out={"one": first, "three": second}, **how)
+    same = np.zeros((3, 61, 47), np.float32)
+    for out in ({"one": first, "two": tmp_path / "." / "one.npy"}, {"one": same, "two": same}):
+        with pytest.raises(UsageError, match="same place for two results"):
+            vramfit.tiled(two, X, out=out, **how)
+    with pytest.raises(UsageError, match="is the file of a result"):
+        vramfit.tiled(model, X, out=first, journal=first, **EXACT)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one.npy", "two.npy"]
 
 
 def test_a_journal_needs_what_outlives_the_process(tmp_path: Path, model: nn.Module) -> None:

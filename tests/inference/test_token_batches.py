@@ -158,11 +158,21 @@ def test_bad_input_is_one_line() -> None:
         ({"max_padding": 1.5}, "max_padding=1.5"),
         ({"multiple": 0}, "multiple=0"),
         ({"peak": 5}, "peak is of type int"),
+        ({"peak": lambda items, length: float("nan")}, "peak gives nan for 1 items of 5 tokens"),
+        ({"peak": lambda items, length: None}, "peak gives None"),
+        ({"peak": dict.fromkeys(range(5), 1.0)}, "no pairs"),
     ):
         with pytest.raises(UsageError, match=message):
             vramfit.batches([5], **{"peak": peak, "budget": "1GiB"} | arguments)
     with pytest.raises(UsageError, match="an item has no tokens"):
         vramfit.batches([5, 0], peak=peak, budget="1GiB")
+    for items in (["text"], [[1, 2]], [None], [3.5], [float("nan")], "text"):
+        with pytest.raises(UsageError, match="which is no whole number"):
+            vramfit.batches(items, peak=peak, budget="1GiB")
+    tables = [5, 5.0, np.int32(5), np.float64(5), torch.tensor(5)]
+    assert {batch.length for batch in vramfit.batches(tables, peak=peak, budget="1GiB")} == {5}
+    with pytest.raises(UsageError, match="None came for a batch of 1"):
+        vramfit.batches([5], peak=peak, budget="1GiB").run(lambda batch: None)
     with pytest.raises(UsageError, match="no batch was given out yet"):
         vramfit.batches([5], peak=peak, budget="1GiB").observe(3)
 

@@ -119,6 +119,33 @@ def test_whole_windows_are_pooled_by_their_tokens() -> None:
     assert run_in_windows(model, tokens, None, largest).item() == 6.0
 
 
+def test_an_output_of_windows_stays_one_where_a_document_is_as_short_as_it() -> None:
+    tokens, mask = documents()
+    settings = WindowSettings(window=20, overlap=4, prefix=0, suffix=0, batch_size=1)
+    wide = torch.randn(50, 7)  # as many values as the last document has tokens
+
+    def call(shown: torch.Tensor, present: torch.Tensor) -> torch.Tensor:
+        return (wide[shown] * present[..., None]).sum(1)
+
+    found = run_in_windows(call, tokens, mask, settings)
+    assert found.shape == (4, 7)
+    torch.testing.assert_close(found[3:], call(tokens[3:], mask[3:]))
+    with pytest.raises(UsageError, match=r"has the shape \[1, 7\] for windows of 20 tokens.*pooled="):
+        run_in_windows(call, tokens.flip(0), mask.flip(0), settings)
+
+
+@pytest.mark.parametrize("join", [WindowJoin.CENTRE, WindowJoin.FIRST])
+def test_labels_stay_whole_numbers(join: WindowJoin) -> None:
+    tokens, mask = documents()
+    settings = WindowSettings(window=20, overlap=4, prefix=1, suffix=1, join=join)
+    large = 1 << 40  # of which float32 holds no neighbour
+    found = run_in_windows(
+        lambda shown, _: {"ids": shown + large, "high": shown > 25}, tokens, mask, settings
+    )
+    assert torch.equal(found["ids"], (tokens + large) * mask)
+    assert torch.equal(found["high"], (tokens > 25) & mask.bool())
+
+
 def test_spans_are_those_of_the_pipeline_of_transformers() -> None:
     pipeline = pytest.importorskip("transformers.pipelines.document_question_answering")
     torch.manual_seed(0)
@@ -173,5 +200,7 @@ def test_bad_input_is_one_line() -> None:
         run_in_windows(Convolved(), tokens, mask.flip(1), WindowSettings(window=20))
     with pytest.raises(UsageError, match="the mask has the shape"):
         run_in_windows(Convolved(), tokens, mask[:, :5], WindowSettings(window=20))
+    with pytest.raises(UsageError, match="has 1 entries for 8 windows"):
+        run_in_windows(lambda tokens, mask: tokens[:1], tokens, mask, WindowSettings(window=20))
     with pytest.raises(UsageError, match="one number for all windows"):
         run_in_windows(lambda tokens, mask: tokens.sum(), tokens, mask, WindowSettings(window=20))

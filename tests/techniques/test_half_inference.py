@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -250,6 +251,19 @@ def test_a_search_that_comes_to_no_end_says_why() -> None:
     with pytest.raises(IslandSearchError, match="only with all weights in float32") as raised:
         find_float32_islands(nn.Sequential(nn.Linear(16, 4)), x, torch.float16, tolerance=1e-9)
     assert raised.value.refuted
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"dtype": torch.float32}, "torch.float32 is no half precision"),
+        ({"tolerance": float("nan")}, "tolerance=nan"),
+        ({"seconds": "long"}, "seconds='long'"),
+    ],
+)
+def test_wrong_arguments_are_one_line(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        half_setting(nn.Linear(4, 4), torch.ones(2, 4), **wrong)
 
 
 def test_what_cannot_be_cast_is_refused() -> None:

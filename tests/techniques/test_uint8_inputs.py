@@ -143,6 +143,11 @@ def test_bad_settings_are_one_line(setting: Uint8InputsSetting, message: str) ->
         TECHNIQUE.attach(AttachedProgram(Net(), None), setting)
 
 
+def test_a_sample_of_bytes_is_refused() -> None:
+    with pytest.raises(UsageError, match="the sample is of bytes"):
+        normalised_on_device(nn.Conv2d(3, 4, 3), sample=torch.zeros(1, 3, 8, 8, dtype=torch.uint8))
+
+
 def test_what_was_not_made_of_bytes_is_refused() -> None:
     other = inference(Net, lambda count: torch.randn(count, 3, 16, 16))
     planned = TECHNIQUE.apply(other, IMAGENET)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -84,6 +86,11 @@ def chunked(
         raise UsageError(f"named={shown(named)} names no arguments", 'Give a dict: named={"input_ids": ids}')
     flag_argument("check", check)
     call = (inputs, dict(named or {}))
+    known = {*map(str, range(len(inputs))), *call[1]}
+    if unknown := [name for name in names_argument("whole", whole) if name.split(".")[0] not in known]:
+        raise UsageError(
+            f"whole names {unknown[0]!r}, which is no argument", f"Arguments are {', '.join(sorted(known))}"
+        )
     settings = ChunkSettings(
         size=1 if size is None else whole_argument("size", size, least=1),
         dim=dim,
@@ -184,8 +191,20 @@ def batches(
     if window is None:
         if not isinstance(items, Sequence) and not hasattr(items, "__len__"):
             raise UsageError("items come as a stream", "Give window=, how many are looked at together")
-        return TokenBatches([int(tell(item)) for item in items], bound, settings)
-    return TokenBatches(None, bound, settings, stream=((int(tell(item)), item) for item in items))
+        return TokenBatches([_tokens(tell(item)) for item in items], bound, settings)
+    return TokenBatches(None, bound, settings, stream=((_tokens(tell(item)), item) for item in items))
+
+
+def _tokens(length: Any) -> int:
+    """A length as a whole number, which tables of numbers keep as floating ones."""
+    try:
+        whole = isinstance(length, float | np.floating) and float(length).is_integer()
+        return int(length) if whole else operator.index(length)
+    except TypeError:
+        raise UsageError(
+            f"an item has the length {shown(length)}, which is no whole number",
+            "Give lengths, or items with length=, such as length=len",
+        ) from None
 
 
 def _measured_batches(

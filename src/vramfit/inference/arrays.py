@@ -253,8 +253,14 @@ def read_block(source: ArrayLike, key: tuple[Any, ...]) -> torch.Tensor:
 
 def _give_back_memmap(array: np.memmap[Any, Any]) -> None:
     mapped = getattr(array, "_mmap", None)
-    if isinstance(mapped, mmap.mmap):
+    # What was written into a private map (mode "c") is in its pages alone.
+    if isinstance(mapped, mmap.mmap) and not is_private(array):
         release_pages(mapped)
+
+
+def is_private(array: Any) -> bool:
+    """Whether an array maps a file and keeps what is written to it in memory (NumPy's mode "c")."""
+    return isinstance(array, np.memmap) and getattr(array, "mode", None) == "c"
 
 
 def torch_dtype(dtype: Any) -> torch.dtype:
@@ -320,6 +326,67 @@ def check_writable_array(given: Any, name: str = "out") -> None:
         raise UsageError(
             f"{name} is a tensor that requires gradients: it cannot be written", "Give out.detach()"
         )
+    if isinstance(given, torch.Tensor) and any(
+        step == 0 and size > 1 for step, size in zip(given.stride(), given.shape, strict=True)
+    ):
+        raise UsageError(
+            f"{name} is an expanded tensor, several of whose places are one: it cannot be written",
+            "Give out.clone()",
+        )
+
+
+def share_memory(one: Any, other: Any) -> bool:
+    """Whether what is written into one array changes the other: the same memory, the same file, the same store."""
+    if one is other:
+        return True
+    file, other_file = _mapped_file(one), _mapped_file(other)
+    if file is not None and other_file is not None and file[0] == other_file[0]:
+        return file[1] < other_file[2] and other_file[1] < file[2]
+    stores = [getattr(array, "store_path", None) for array in (one, other)]
+    if stores[0] is not None and str(stores[0]) == str(stores[1]):
+        return True
+    values = [_host_values(array) for array in (one, other)]
+    if values[0] is None or values[1] is None:
+        return _same_storage(one, other)
+    try:
+        return np.shares_memory(values[0], values[1], max_work=_MOST_WORK)  # type: ignore[arg-type]  # any number will do
+    except np.exceptions.TooHardError:
+        return True
+
+
+_MOST_WORK = 100_000
+"""Steps that NumPy may take to find out whether two arrays have a place in common."""
+
+
+def _mapped_file(array: Any) -> tuple[str, int, int] | None:
+    """The file that an array maps and writes to, and the bytes of it."""
+    if isinstance(array, NpyFile):
+        return os.path.realpath(array.path), 0, array.path.stat().st_size
+    if not isinstance(array, np.memmap) or is_private(array) or array.filename is None:
+        return None
+    mapped = getattr(array, "_mmap", None)
+    size = len(mapped) if isinstance(mapped, mmap.mmap) else array.nbytes
+    return os.path.realpath(array.filename), array.offset, array.offset + size
+
+
+def _host_values(array: Any) -> np.ndarray[Any, Any] | None:
+    if isinstance(array, np.ndarray):
+        return array
+    if isinstance(array, torch.Tensor) and array.device.type == "cpu" and has_values(array):
+        with contextlib.suppress(TypeError, RuntimeError):  # a layout or a dtype that NumPy has not
+            plain = array.detach()
+            return (plain.view(torch.int16) if plain.dtype is torch.bfloat16 else plain).numpy()
+    return None
+
+
+def _same_storage(one: Any, other: Any) -> bool:
+    """Whether two tensors begin in the same memory: for those of a card."""
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return False
+    with contextlib.suppress(RuntimeError, NotImplementedError):  # without storage
+        same = one.untyped_storage()._cdata == other.untyped_storage()._cdata
+        return same and one.storage_offset() == other.storage_offset()
+    return False
 
 
 def write_block(target: WritableArray, key: tuple[Any, ...], block: torch.Tensor) -> None:
@@ -336,7 +403,7 @@ def write_block(target: WritableArray, key: tuple[Any, ...], block: torch.Tensor
         values = values.float().numpy() if values.dtype is torch.bfloat16 else values.numpy()
     try:
         target[key] = values
-    except (OSError, ValueError, TypeError) as error:
+    except Exception as error:  # an array of any library, with errors of its own
         if isinstance(error, OSError):
             raise refused(type(target).__name__, error) from error
         raise WriteError(

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
@@ -118,6 +119,14 @@ def find_input_cut(call: Call, settings: ChunkSettings) -> InputCut:
             raise UsageError("a packed sequence cannot be cut", "Let the model pack the padded sequences")
         name = path.split(".", 1)[-1]  # without the number of "arguments" or "those by name"
         kept = any(name == one or name.startswith(f"{one}.") for one in settings.whole)
+        if (
+            isinstance(value, torch.Tensor)
+            and not kept
+            and (value.is_nested or value.layout is not torch.strided)
+        ):
+            raise UsageError(
+                "a sparse or nested tensor cannot be cut", "Give a dense one, or name it in whole="
+            )
         if isinstance(value, torch.Tensor) and not kept and -value.dim() <= dim < value.dim():
             sizes[path] = value.shape[dim]
         return value
@@ -266,6 +275,10 @@ class JoinedOutputs:
         room = self._given.get(path)
         if room is None:
             raise UsageError(f"out has no tensor for output {path!r}", "Give one for each output")
+        if any(step == 0 and size > 1 for step, size in zip(room.stride(), room.shape, strict=True)):
+            raise UsageError(
+                f"out{path and '.'}{path} is expanded: several of its places are one", "Give out.clone()"
+            )
         if list(room.shape) != shape or room.dtype != leaf.dtype:
             raise UsageError(
                 f"out{path and '.'}{path} is {room.dtype} of shape {list(room.shape)}, the output {leaf.dtype} of "
@@ -298,7 +311,12 @@ class JoinedOutputs:
         if known is leaf:
             # A fresh tensor of the first chunk is compared with itself here; only a second chunk tells.
             return True
-        return not isinstance(leaf, torch.Tensor) and type(known) is type(leaf) and bool(known == leaf)
+        if isinstance(leaf, torch.Tensor) or type(known) is not type(leaf):
+            return False
+        if isinstance(leaf, np.ndarray):
+            return bool(np.array_equal(known, leaf))
+        # nan is no equal of itself
+        return bool(known == leaf) or (known != known and leaf != leaf)
 
 
 def _unjoinable(path: str, leaf: Any, dim: int) -> tuple[str, str]:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import linprog
 
-from vramfit.arguments import number_argument
+from vramfit.arguments import number_argument, shown
 from vramfit.errors import UsageError
 
 MARGIN = 0.02
@@ -58,8 +58,21 @@ class PeakBound:
         return cls(peak)
 
     def __call__(self, items: int, length: int) -> float:
-        """Bytes that a batch takes at most."""
-        return self.scale(length) * self._predict(items, length)
+        """Bytes that a batch takes at most.
+
+        Raises:
+            UsageError: what was given as the peak gives no number.
+        """
+        predicted = self._predict(items, length)
+        try:
+            found = float(predicted)
+        except (TypeError, ValueError):
+            found = math.nan
+        if math.isnan(found):
+            raise UsageError(
+                f"peak gives {shown(predicted)} for {items} items of {length} tokens", "Let it give bytes"
+            )
+        return self.scale(length) * found
 
     def scale(self, length: int) -> float:
         """What predictions for a length are multiplied with."""
@@ -123,6 +136,8 @@ def fitted_bound(measured: Mapping[tuple[int, int], float], *, margin: float = M
             f"{len(measured)} measured shapes are too few for a bound",
             "Measure five or more: one item and several, short and long",
         )
+    if any(not isinstance(shape, tuple) or len(shape) != 2 for shape in measured):
+        raise UsageError("measured shapes are no pairs", "Give bytes by (items, length)")
     if any(items < 1 or length < 1 or not 0 < peak < math.inf for (items, length), peak in measured.items()):
         raise UsageError("a measured shape or its bytes are no size", "Give items, length and bytes above 0")
     shapes = np.array(list(measured), dtype=float)

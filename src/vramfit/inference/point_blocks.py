@@ -21,7 +21,10 @@ from vramfit.errors import UsageError
 from vramfit.workload.containers import mapped_leaves, tensors_in
 
 _SLACK = 1e-5
-"""Part of the largest coordinate by which the halo is wider: a network measures distances in its own precision."""
+"""Part of the cloud's extent by which the halo is wider: a network measures distances in its own precision."""
+
+_STEPS = 84
+"""Roundings of the largest coordinate by which it is wider besides: 1e-5 of it in float32."""
 
 _TRIED = 8
 """Blocks of which one is run with a wider halo."""
@@ -87,7 +90,7 @@ def point_blocks(xyz: torch.Tensor, settings: PointSettings) -> Iterator[PointBl
     if not bool(torch.isfinite(where).all()):
         raise UsageError("coordinates are infinite or not a number", "Drop those points first")
     everything = torch.arange(len(xyz), device=xyz.device)
-    reach = settings.radius + _SLACK * (float(where.abs().max()) if len(xyz) else 0.0)
+    reach = settings.radius + _slack(where, xyz.dtype)
     marked = torch.zeros(len(xyz), dtype=torch.bool, device=xyz.device)
     stack = [(everything, everything)] if len(xyz) else []
     while stack:
@@ -113,6 +116,18 @@ def point_blocks(xyz: torch.Tensor, settings: PointSettings) -> Iterator[PointBl
         stack += [(own[~left], near), (own[left], near)]
 
 
+def _slack(where: torch.Tensor, dtype: torch.dtype) -> float:
+    """What rounding may add to distances: of the cloud's extent, and of its place as far as its dtype resolves that.
+
+    Coordinates of a map are far from the origin, and in float64 that costs nothing.
+    """
+    if not len(where):
+        return 0.0
+    extent = float((where.amax(0) - where.amin(0)).max())
+    resolved = min(_SLACK, _STEPS * torch.finfo(dtype).eps)
+    return _SLACK * extent + resolved * float(where.abs().max())
+
+
 def call_by_blocks(
     function: Callable[..., Any],
     xyz: torch.Tensor,
@@ -134,6 +149,8 @@ def call_by_blocks(
     Raises:
         UsageError: shapes do not fit, a block would be too large, or the radius is not enough.
     """
+    if xyz.dim() != 2:
+        raise UsageError(f"points have the shape {list(xyz.shape)}", "Give (points, 3 or more)")
     given = dict(features or {})
     for name, value in given.items():
         if value.shape[:1] != xyz.shape[:1]:
@@ -193,6 +210,8 @@ def _check_radius(
     wide = _called(function, xyz, features, widest, settings)
     inner = torch.isin(widest, own, assume_unique=True)
     for one, other in zip(tensors_in(narrow), tensors_in(wide), strict=True):
+        if one.shape[:1] != block.points.shape or other.shape[:1] != widest.shape:
+            return  # no entry for each point: told where blocks are joined
         one, other = one[block.own.to(one.device)], other[inner.to(other.device)]
         if isinstance(one, FakeTensor):
             continue  # on the virtual GPU there are no values to compare

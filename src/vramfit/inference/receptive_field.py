@@ -11,6 +11,7 @@ whether nan agrees. A tile at either border and one between, compared with the w
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -113,9 +114,17 @@ def probe(
         return found
     try:
         subject = ProbeSubject(model, example, seconds=seconds)
-        return _Prober(subject, most or (512 if subject.dims < 3 else 128)).locality()
+        prober = _Prober(subject, most or (512 if subject.dims < 3 else 128))
+        found = prober.locality()
     except ProbeStoppedError as stop:
         return Locality(kind=LocalityKind.WHOLE, why=str(stop))
+    for prime in (3, 5, 7) if prober.aperiodic else ():
+        with contextlib.suppress(ProbeStoppedError):
+            # Of inputs that the total stride does not divide, outputs have no fixed scale and no period.
+            another = _Prober(subject, prober.most, prime=prime).locality()
+            if another.kind is not LocalityKind.WHOLE:
+                return another
+    return found
 
 
 def _by_structure(model: Callable[..., Any], example: torch.Tensor) -> Locality | None:
@@ -143,11 +152,15 @@ class _Prober:
     Attributes:
         base: an extent that the model takes in every dimension.
         norms: whether norms take their statistics.
+        aperiodic: whether no shift was found that shifts the output alike.
+
+    Args:
+        prime: what extents are multiples of.
     """
 
-    def __init__(self, subject: ProbeSubject, most: int) -> None:
-        self.subject, self.most, self.norms = subject, most, True
-        self.base = self._some_size()
+    def __init__(self, subject: ProbeSubject, most: int, *, prime: int = 1) -> None:
+        self.subject, self.most, self.norms, self.aperiodic = subject, most, True, False
+        self.base = self._some_size(prime)
         self.step = self.base
         self.scales: list[tuple[Fraction, ...]] = []
         self.shrink: list[tuple[int, ...]] = []
@@ -192,13 +205,18 @@ class _Prober:
     def _run(self, given: torch.Tensor) -> list[torch.Tensor]:
         return self.subject.run(given, norms=self.norms)
 
-    def _some_size(self) -> int:
+    def _some_size(self, prime: int) -> int:
         """The first of some extents that the model takes, from small ones on."""
         first: Exception | None = None
         extents: tuple[int, ...] = (
             (32, 64, 16, 48, 56, 96, 128, 224, 256) if self.subject.dims < 3 else (16, 32, 48, 64, 96)
         )
-        for extent in (*extents, int(max(self.subject.shape[2:]))):
+        extents = (*extents, int(max(self.subject.shape[2:])))
+        if prime > 1:
+            extents = tuple(
+                prime * times for times in ((16, 8, 32, 4) if self.subject.dims < 3 else (8, 4, 16))
+            )
+        for extent in extents:
             if extent > max(self.most, 256):
                 continue
             try:
@@ -263,8 +281,12 @@ class _Prober:
                 return f"changes reach through all of dimension {dim + 2}"
             alignment = self._alignment(dim, extent)
             if alignment is None:
+                self.aperiodic = True
                 return f"places in dimension {dim + 2} count from the borders, or have no period"
             halo = self._halo(dim, extent, alignment)
+            while halo is None and 2 * extent <= max(self.most, 4 * self.base):
+                extent *= 2  # what stays away from the border may reach over half of the input all the same
+                halo = self._halo(dim, extent, alignment)
             if halo is None or not self._tiles_agree(dim, halo, alignment):
                 return f"tiles along dimension {dim + 2} differ from the whole"
             if not self._poison_agrees(dim, extent, alignment, halo):

@@ -100,21 +100,10 @@ def as_reduction(given: Any) -> OnTheFly | None:
         number = takes(value)
     except ValueError:
         number = None
-    if number is None or (kind is TopK and number < 1):
+    if number is None or (kind is TopK and number < 1) or number != number:
         raise UsageError(f"reduce={shown(given)}: {value!r} is no number for it", "Give another") from None
     with_number: OnTheFly = kind(number)
     return with_number
-
-
-def reduction_name(reduction: Any) -> str:
-    """What a reduction is called where two runs are compared: its name and, of a function, its code."""
-    if reduction is None or isinstance(reduction, ArgMax | Threshold | TopK | EightBits):
-        return repr(reduction)
-    code = getattr(reduction, "__code__", None)
-    name = (
-        f"{getattr(reduction, '__module__', '')}.{getattr(reduction, '__qualname__', repr(type(reduction)))}"
-    )
-    return name if code is None else f"{name} {code.co_code.hex()} {code.co_consts!r}"
 
 
 def reduced(block: torch.Tensor, reduction: OnTheFly | None, axes: int) -> Any:
@@ -159,7 +148,7 @@ def flattened(result: Any) -> tuple[list[torch.Tensor], Callable[[list[Any]], An
     pack: Callable[[list[Any]], Any]
     if isinstance(result, torch.Tensor):
         return [result], _only
-    if isinstance(result, Mapping):
+    if isinstance(result, Mapping) and result:
         keys, values = list(result), list(result.values())
         pack = lambda found: dict(zip(keys, found, strict=True))  # noqa: E731  # the shortest form
     elif isinstance(result, tuple | list) and result:

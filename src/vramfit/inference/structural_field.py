@@ -96,19 +96,26 @@ def _hollow(model: nn.Module) -> nn.Module:
 
 
 def _field(model: Callable[..., Any], example: torch.Tensor, dim: int) -> RowField:
-    extent, known = example.shape[2 + dim], None
-    while extent <= _LARGEST:
-        shape = list(example.shape)
-        shape[2 + dim] = extent
-        source, outputs, norms = _recorded(model, torch.empty(shape, dtype=example.dtype), dim)
-        found = _inside(source.node, [output.node for output in outputs], norms)
-        if (
-            found is not None and found == known
-        ):  # at twice the extent the same: nothing counts from the borders
-            return found
-        known = found
-        extent *= 2
+    for first in _extents(example.shape[2 + dim]):
+        extent, known = first, None
+        while extent <= _LARGEST:
+            shape = list(example.shape)
+            shape[2 + dim] = extent
+            source, outputs, norms = _recorded(model, torch.empty(shape, dtype=example.dtype), dim)
+            found = _inside(source.node, [output.node for output in outputs], norms)
+            if (
+                found is not None and found == known
+            ):  # at twice the extent the same: nothing counts from the borders
+                return found
+            known = found
+            extent *= 2
     raise StructureUnknownError(f"its output reaches through all of dimension {dim + 2}")
+
+
+def _extents(given: int) -> list[int]:
+    """The extent that was given, and some near it that total strides of 3, 5 and 7 and their multiples divide."""
+    part = given // 4 if given % 4 == 0 else given
+    return [given, *(part * prime for prime in (3, 5, 7) if given % prime)]
 
 
 def _recorded(

@@ -7,7 +7,6 @@ written, and so do all after it. What is stored twice is the same bytes: results
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -16,11 +15,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
 from vramfit.errors import UsageError
-from vramfit.inference.arrays import has_values
 from vramfit.writing import refused
 
 _SCHEMA = "vramfit/tiles/1"
@@ -172,35 +167,3 @@ def _spans(units: list[int]) -> list[list[int]]:
         else:
             spans.append([unit, unit])
     return spans
-
-
-def model_fingerprint(model: Any) -> str:
-    """What tells a model from another: its modules and the values of its parameters and buffers, as a checksum.
-
-    A function that is no module counts by its name and code alone. Parameters of the virtual GPU have no values and
-    count by their shapes.
-    """
-    digest = hashlib.blake2b(digest_size=16)
-    if not isinstance(model, nn.Module):
-        code = getattr(model, "__code__", None)
-        digest.update(f"{getattr(model, '__qualname__', type(model).__name__)}".encode())
-        digest.update(b"" if code is None else code.co_code)
-        return digest.hexdigest()
-    digest.update(repr(model).encode())
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        if has_values(tensor) and tensor.device.type != "meta":
-            digest.update(_raw(tensor))
-    return digest.hexdigest()
-
-
-def block_fingerprint(block: torch.Tensor) -> str:
-    """A checksum of a tensor's values."""
-    if not has_values(block):
-        return ""
-    return hashlib.blake2b(_raw(block), digest_size=16).hexdigest()
-
-
-def _raw(tensor: torch.Tensor) -> Any:
-    values = tensor.detach().cpu().contiguous().reshape(-1)
-    return values.view(torch.uint8).numpy()

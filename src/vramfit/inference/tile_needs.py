@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -48,7 +50,7 @@ def probe_needs(model: Any, channels: int, axes: int, device: torch.device) -> T
     Raises:
         UsageError: a value of the result depends on the whole input.
     """
-    example = torch.zeros(1, channels, *(_EXAMPLE[axes],) * axes, device=device)
+    example = torch.zeros(1, channels, *(_EXAMPLE[axes],) * axes, dtype=_dtype_of(model), device=device)
     locality = probe(model, example)
     if locality.kind is not LocalityKind.LOCAL:
         why = f" ({locality.why})" if locality.why else ""
@@ -66,6 +68,15 @@ def probe_needs(model: Any, channels: int, axes: int, device: torch.device) -> T
             "an example's result depends on the other examples of its batch", "Call model.eval() first"
         )
     return TileNeeds(halo=tuple(map(max, locality.halo)), stride=tuple(locality.alignment))
+
+
+def _dtype_of(model: Any) -> torch.dtype:
+    """The dtype of a model's first parameter that is no integer: what its convolutions take."""
+    if isinstance(model, nn.Module):
+        for parameter in model.parameters():
+            if parameter.is_floating_point() or parameter.is_complex():
+                return parameter.dtype
+    return torch.float32
 
 
 def convolution_axes(model: Any) -> int:
@@ -86,17 +97,36 @@ def input_channels(model: nn.Module) -> int:
     return 0
 
 
-def strides_by_modules(model: Any) -> int:
-    """A multiple of a model's total stride: the product of the strides of its convolutions and poolings.
+def strides_by_modules(model: Any, axes: int) -> tuple[int, ...]:
+    """A multiple of a model's total stride along each axis: the product of the strides of its modules.
 
     Branches side by side count twice, which makes tiles begin at coarser steps than they would have to. What a model
     strides by without a module for it (``x[..., ::2]``, ``F.max_pool2d``) is not seen.
+
+    Args:
+        axes: spatial axes.
     """
-    product = 1
-    modules = model.modules() if isinstance(model, nn.Module) else ()
-    for module in modules:
-        if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) or "Pool" in type(module).__name__:
-            stride = getattr(module, "stride", 1)
-            values = stride if isinstance(stride, tuple) else (stride,)
-            product *= max((one for one in values if isinstance(one, int)), default=1)
-    return product
+    product = [1] * axes
+    for module in model.modules() if isinstance(model, nn.Module) else ():
+        steps = _steps_of(module)
+        # Of modules with other axes than the input's it is not known which of its axes they stride along.
+        along = steps if len(steps) == axes else (math.lcm(*steps),) * axes
+        product = [one * step for one, step in zip(product, along, strict=True)]
+    return tuple(product)
+
+
+def _steps_of(module: nn.Module) -> tuple[int, ...]:
+    """By how many steps of its input a module moves on for each of its output, along each axis or along all."""
+    if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) or "Pool" in type(module).__name__:
+        given = getattr(module, "stride", 1)
+        given = getattr(module, "kernel_size", 1) if given is None else given  # torch's LPPool keeps the None
+    elif isinstance(module, nn.PixelUnshuffle):
+        given = module.downscale_factor
+    elif isinstance(module, nn.Upsample) and module.scale_factor is not None:
+        scale = module.scale_factor
+        several = scale if isinstance(scale, tuple) else (scale,)
+        given = tuple(Fraction(one).limit_denominator(1 << 10).denominator for one in several)
+    else:
+        given = 1
+    values = given if isinstance(given, tuple) else (given,)
+    return tuple(one if isinstance(one, int) else 1 for one in values) or (1,)

@@ -152,9 +152,9 @@ def _geometry(
         whole = tiles[-1].stop * scale
         if len(tiles) == 1:
             length.append(size)
-        elif whole.denominator == 1 or layout.blended:
+        elif layout.blended or (whole.denominator == 1 and layout.spatial[axis] % layout.stride[axis] == 0):
             length.append(int(whole))
-        else:  # an odd length and a scale below 1: the model says whether it rounds up or down
+        else:  # a length that the model's strides do not divide: it says whether it rounds up or down
             last = corner() if last is None else last
             length.append(int(tiles[-1].start * scale) + last[len(last) - axes + axis])
     crop = tuple(
@@ -206,7 +206,7 @@ def _given_scale(given: Any, axes: int) -> tuple[Fraction, ...] | None:
     several = tuple(given) if isinstance(given, tuple | list) else (given,) * axes
     try:
         found = tuple(Fraction(one).limit_denominator(1 << 16) for one in several)
-    except (TypeError, ValueError, ZeroDivisionError):
+    except (TypeError, ValueError, ZeroDivisionError, OverflowError):
         found = ()
     if len(found) != axes or min(found) <= 0:
         raise UsageError(

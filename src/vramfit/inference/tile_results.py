@@ -7,9 +7,10 @@ goes on with them; without one nothing is left of a run that failed.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from vramfit.inference.arrays import (
     check_writable_array,
     create_npy,
     host_zeros,
+    is_private,
+    share_memory,
     torch_dtype,
 )
 from vramfit.inference.tile_journal import TileJournal
@@ -54,6 +57,7 @@ class TileResults:
                 _check_path(Path(target))
             elif target is not None:
                 check_writable_array(target)
+        _check_apart(self._targets, journal)
         self._journal: TileJournal | None = None
         if journal is not None:
             if any(_is_volatile(target) for target in self._targets):
@@ -81,6 +85,23 @@ class TileResults:
         mark = "" if self._journal is not None else f".{secrets.token_hex(4)}"
         return path.with_name(f"{path.name}{mark}.partial")
 
+    def check_apart(self, source: Any) -> None:
+        """Make sure that no result is written over the input while tiles are still read from it.
+
+        Raises:
+            UsageError: one would be.
+        """
+        for target in self._targets:
+            if (
+                target is not None
+                and not isinstance(target, str | os.PathLike)
+                and share_memory(target, source)
+            ):
+                raise UsageError(
+                    "out is the input's own memory, which later tiles read their surroundings from",
+                    "Give another array, or a copy of the input",
+                )
+
     def open(self, plans: list[OutputPlan], pack: Pack) -> None:
         """Open the stores of all results, now that their shapes are known.
 
@@ -89,13 +110,15 @@ class TileResults:
             WriteError: there is no room for a file.
         """
         shapes = [shape for plan in plans for shape in plan.results]
-        targets = self._targets if self._out is not None else [None] * len(shapes)
+        self._pack = lambda found: _packed(found, plans, pack)
+        targets = [None] * len(shapes)
+        if self._out is not None:
+            targets = list(_by_name(self._out, self._pack(list(range(len(shapes))))))
         if len(targets) != len(shapes):
             raise UsageError(
                 f"out has {len(targets)} places for {len(shapes)} results",
                 "Give one for each, in a tuple or dict",
             )
-        self._pack = lambda found: _packed(found, plans, pack)
         journal = self._journal
         if journal is not None:
             journal.note_outputs([[list(shape.shape), str(shape.dtype)] for shape in shapes])
@@ -182,9 +205,7 @@ class TileResults:
             _reopened(Path(target)) if isinstance(target, str | os.PathLike) else target
             for target in self._targets
         ]
-        if isinstance(self._out, Mapping):
-            return dict(zip(self._out, found, strict=True))
-        return tuple(found) if isinstance(self._out, tuple | list) else found[0]
+        return _like(self._out, iter(found))
 
     def abandon(self) -> None:
         """After an error: nothing half-written stays, unless a journal lets the next run go on with it."""
@@ -216,6 +237,52 @@ def _flat(out: Any) -> Iterator[Any]:
         yield out
 
 
+def _by_name(out: Any, results: Any) -> Iterator[Any]:
+    """The targets in the order of the results: by names where both have some, else as they come.
+
+    Raises:
+        UsageError: both have names, and they are others.
+    """
+    if isinstance(out, Mapping) and isinstance(results, Mapping):
+        if set(out) != set(results):
+            raise UsageError(
+                f"out is for {', '.join(map(str, out))}, and the results are {', '.join(map(str, results))}",
+                "Give one for each, by its name",
+            )
+        for name, part in results.items():
+            yield from _by_name(out[name], part)
+    elif isinstance(out, tuple | list) and isinstance(results, tuple | list) and len(out) == len(results):
+        for one, part in zip(out, results, strict=True):
+            yield from _by_name(one, part)
+    else:
+        yield from _flat(out)
+
+
+def _like(out: Any, found: Iterator[Any]) -> Any:
+    """As many values in the containers of `out`."""
+    if isinstance(out, Mapping):
+        return {name: _like(one, found) for name, one in out.items()}
+    if isinstance(out, tuple | list):
+        return tuple(_like(one, found) for one in out)
+    return next(found)
+
+
+def _check_apart(targets: Sequence[Any], journal: str | os.PathLike[str] | None) -> None:
+    """Make sure that no result is written over another, or over the journal.
+
+    Raises:
+        UsageError: one would be.
+    """
+    paths = [os.path.realpath(one) for one in targets if isinstance(one, str | os.PathLike)]
+    arrays = [one for one in targets if one is not None and not isinstance(one, str | os.PathLike)]
+    if len(set(paths)) < len(paths) or any(
+        share_memory(one, other) for one, other in itertools.combinations(arrays, 2)
+    ):
+        raise UsageError("out has the same place for two results", "Give one for each")
+    if journal is not None and os.path.realpath(journal) in {*paths, *(f"{one}.partial" for one in paths)}:
+        raise UsageError(f"the journal {journal} is the file of a result", "Give another path")
+
+
 def _check_path(path: Path) -> None:
     if path.suffix != ".npy":
         raise UsageError(
@@ -227,7 +294,7 @@ def _check_path(path: Path) -> None:
 
 def _is_volatile(target: Any) -> bool:
     if isinstance(target, np.ndarray):
-        return not isinstance(target, np.memmap)
+        return not isinstance(target, np.memmap) or is_private(target)
     return target is None or isinstance(target, torch.Tensor)
 
 

@@ -83,6 +83,12 @@ class TileInput:
         )
         key = (tile.item, slice(None), *region) if self.batched else (slice(None), *region)
         found = read_block(self.source, key)
+        expected = tuple(part.stop - part.start for part in region)
+        if tuple(found.shape) != (self.shape[-self.axes - 1], *expected):
+            raise UsageError(
+                f"x gives {list(found.shape)} for slices of {list(expected)} along its spatial axes",
+                "Give an array that takes slices as NumPy's do",
+            )
         if any(before or after for before, after in layout.padding):
             sides = [side for pair in reversed(layout.padding) for side in pair]
             mode = _MODES[padding]
@@ -236,7 +242,18 @@ class TileRunner:
             return self._call(batch)
 
     def _call(self, batch: torch.Tensor) -> list[torch.Tensor]:
-        results, self._pack = flattened(self._model(self._prepare(batch)))
+        prepared = self._prepare(batch)
+        try:
+            made = self._model(prepared)
+        except RuntimeError as error:
+            if self.outputs or type(error) is not RuntimeError or not error.args:
+                raise
+            kind = f"{str(prepared.dtype).removeprefix('torch.')} {list(prepared.shape)}"
+            raise UsageError(
+                f"the model does not take tiles of {kind}: {str(error).splitlines()[0]}",
+                _hint_for(prepared),
+            ) from error
+        results, self._pack = flattened(made)
         for result in results:
             if result.dim() < 1 or result.shape[0] != batch.shape[0]:
                 raise UsageError(
@@ -411,6 +428,13 @@ def _apart(block: torch.Tensor, window: BlendWindow | None) -> torch.Tensor:
     if window is not None and block.untyped_storage()._cdata == window.sums.untyped_storage()._cdata:
         return block.clone(memory_format=torch.contiguous_format)
     return block.contiguous()
+
+
+def _hint_for(batch: torch.Tensor) -> str:
+    """What helps where a model takes no tile."""
+    if not batch.is_floating_point() and not batch.is_complex():
+        return "Convert tiles on the device: prepare=lambda tiles: tiles.float()"
+    return "Look at the input's channels and dtype, and at how many of its axes are spatial: dims="
 
 
 def _to_dtype(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -12,12 +12,16 @@ import numpy as np
 import torch
 from torch import nn
 
-from vramfit.arguments import call_argument
+from vramfit.arguments import call_argument, shown
 from vramfit.errors import UsageError
-from vramfit.inference.arrays import Blank, NpyFile, as_source, torch_dtype
-from vramfit.inference.reductions import reduction_name
+from vramfit.inference.arrays import Blank, NpyFile, as_source, has_values, is_private, torch_dtype
+from vramfit.inference.fingerprints import (
+    block_fingerprint,
+    described,
+    model_fingerprint,
+    values_fingerprint,
+)
 from vramfit.inference.tile_grid import make_layout
-from vramfit.inference.tile_journal import block_fingerprint, model_fingerprint
 from vramfit.inference.tile_needs import convolution_axes, probe_needs, strides_by_modules
 from vramfit.inference.tile_outputs import OutputPlan, Pack
 from vramfit.inference.tile_results import TileResults
@@ -125,6 +129,8 @@ def run_job(
     results = TileResults(out, journal, lambda: _facts(job, out))
     if results.finished:
         return results.take_up()
+    if job.layout.blended or any(job.layout.halo):
+        results.check_apart(job.given.source)
     observer = RunObserver(planned=results.open, flushed=results.note, progress=progress)
     try:
         runner = TileRunner(job, observer)
@@ -190,9 +196,9 @@ def device_of(model: Any, source: Any, device: torch.device | str | None) -> tor
         return _with_index(torch.device(where))
     try:
         wanted = _with_index(torch.device(device))
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise UsageError(
-            f"device={device!r} is no device: {str(error).splitlines()[0]}", 'Give "cuda" or "cpu"'
+            f"device={shown(device)} is no device: {str(error).splitlines()[0]}", 'Give "cuda" or "cpu"'
         ) from None
     if found is not None and _with_index(found) != wanted:
         raise UsageError(f"the model is on {found}, not on {wanted}", "Move it there: model.to(device)")
@@ -216,7 +222,7 @@ def spatial_axes(model: Any, source: Any, settings: TileSettings, dims: int | No
         UsageError: nothing says it, or it is not 1 to 3.
     """
     if dims is not None:
-        if dims not in (1, 2, 3) or isinstance(dims, bool):
+        if type(dims) is not int or dims not in (1, 2, 3):
             raise UsageError(f"dims={dims!r} is not 1, 2 or 3", "Give the number of spatial axes")
         return dims
     for name in ("tile", "halo", "stride", "overlap"):
@@ -241,7 +247,7 @@ def spatial_axes(model: Any, source: Any, settings: TileSettings, dims: int | No
 def _with_needs(model: Any, given: TileInput, settings: TileSettings, device: torch.device) -> TileSettings:
     """The settings with the halo and the stride that the model needs, as far as they are not given."""
     if settings.halo is not None:
-        return replace(settings, stride=strides_by_modules(model))
+        return replace(settings, stride=strides_by_modules(model, given.axes))
     channels = given.shape[len(given.shape) - given.axes - 1]
     needs = probe_needs(model, channels, given.axes, device)
     return replace(settings, halo=needs.halo, stride=settings.stride or needs.stride)
@@ -259,15 +265,12 @@ def _facts(job: TileJob, out: Any) -> dict[str, Any]:
         for field in fields(TileSettings)
         if field.name not in ("reduce", "prepare")
     }
-    reduce = settings.reduce
-    several = list(reduce.items()) if isinstance(reduce, dict) else reduce
-    names = [reduction_name(one) for one in several] if isinstance(several, tuple | list) else []
     return {
         "shape of the input": [list(job.given.shape), str(job.given.dtype)],
         "settings": {
             **plain,
-            "reduce": names or reduction_name(reduce),
-            "prepare": reduction_name(settings.prepare),
+            "reduce": described(settings.reduce),
+            "prepare": described(settings.prepare),
             "axes": job.given.axes,
         },
         "model": model_fingerprint(job.model),
@@ -284,10 +287,14 @@ def _facts(job: TileJob, out: Any) -> dict[str, Any]:
 def _identity(source: Any) -> dict[str, Any]:
     if isinstance(source, NpyFile):
         return source.identity()
-    name = getattr(source, "filename", None) if isinstance(source, np.memmap) else None
+    mapped = isinstance(source, np.memmap) and not is_private(source)
+    name = getattr(source, "filename", None) if mapped else None
     if name is not None:
         found = Path(name).stat()
         return {"path": str(name), "bytes": found.st_size, "modified": found.st_mtime_ns}
+    on_host = isinstance(source, torch.Tensor) and source.device.type == "cpu" and has_values(source)
+    if on_host or isinstance(source, np.ndarray):
+        return {"values": values_fingerprint(source)}
     return {}
 
 

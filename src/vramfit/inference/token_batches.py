@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from vramfit.arguments import number_argument, whole_argument
+from vramfit.arguments import number_argument, shown, whole_argument
 from vramfit.errors import UsageError
 from vramfit.inference.peak_bound import PeakBound
 
@@ -246,11 +246,12 @@ class TokenBatches(Generic[T]):
             shape = (len(batch), batch.length)
             if card is not None:
                 torch.cuda.reset_peak_memory_stats(card)
+            found, fits = None, True
             try:
                 found = function(batch)
             except torch.OutOfMemoryError:
-                found = None
-            if found is None:
+                fits = False
+            if not fits:
                 # Outside of the handler, which holds the frames that hold the batch's tensors.
                 self.split(batch)
                 shape = (0, 0)
@@ -368,6 +369,11 @@ class OrderedResults:
         Raises:
             UsageError: there are more or fewer of them, or an item has one already.
         """
+        if not hasattr(results, "__len__"):
+            raise UsageError(
+                f"{shown(results)} came for a batch of {len(batch)}",
+                "Give a list or tensor with one for each item",
+            )
         if len(results) != len(batch):
             raise UsageError(
                 f"{len(results)} results came for a batch of {len(batch)}", "Give one for each item"

@@ -185,7 +185,7 @@ def run_in_windows(
         for start in range(0, len(windows), settings.batch_size):
             some = windows[start : start + settings.batch_size]
             shown, present = _shown(tokens, some, settings)
-            sums.add(start, model(shown, present))
+            sums.add(start, model(shown, present), len(some))
     return sums.value()
 
 
@@ -243,14 +243,28 @@ class JoinedWindows:
         self._documents, self._length = shape[0], shape[1]
         self._owners = _owners(windows, settings) if settings.join is not WindowJoin.AVERAGE else None
         self._sums: dict[str, torch.Tensor] = {}
+        self._of_tokens: dict[str, bool] = {}
+        self._dtypes: dict[str, torch.dtype] = {}
         self._counts: dict[str, torch.Tensor] = {}
         self._made: Any = None
 
-    def add(self, first: int, outputs: Any) -> None:
-        """Add the outputs of some windows, from number `first` on."""
+    def add(self, first: int, outputs: Any, count: int | None = None) -> None:
+        """Add the outputs of some windows, from number `first` on.
+
+        Args:
+            count: how many they are; None takes as many as outputs have entries.
+
+        Raises:
+            UsageError: an output has more or fewer entries, or is not of the same kind as before.
+        """
 
         def leaf(path: str, value: Any) -> Any:
             if isinstance(value, torch.Tensor):
+                if count is not None and value.dim() and len(value) != count:
+                    raise UsageError(
+                        f"output {path or 'of the model'} has {len(value)} entries for {count} windows",
+                        "Let the model give one for each",
+                    )
                 self._add(path, value, first)
             return value
 
@@ -263,9 +277,17 @@ class JoinedWindows:
             )
         some = self._windows[first : first + len(value)]
         longest = max(len(window.positions(self._settings)) for window in some)
-        of_tokens = path not in self._settings.pooled and value.dim() > 1 and value.shape[1] == longest
+        by_length = path not in self._settings.pooled and value.dim() > 1 and value.shape[1] == longest
+        # Windows of short documents may have as many tokens as the output of a window has values.
+        of_tokens = self._of_tokens.setdefault(path, by_length)
+        if of_tokens and not by_length:
+            raise UsageError(
+                f"output {path or 'of the model'} has the shape {list(value.shape)} for windows of {longest} tokens",
+                f"If it is of windows as wholes, name it: pooled=({path!r},)",
+            )
         if path not in self._sums:
-            wide = value.dtype if value.is_floating_point() else torch.float32
+            wide = self._dtype_for(value, of_tokens=of_tokens)
+            self._dtypes[path] = value.dtype if self._is_kept(of_tokens=of_tokens) else wide
             fill = -torch.inf if not of_tokens and self._settings.pool is WindowPool.MAX else 0
             shape = (self._documents, *([self._length] if of_tokens else []), *value.shape[1 + of_tokens :])
             self._sums[path] = torch.full(shape, fill, dtype=wide, device=value.device)
@@ -276,6 +298,18 @@ class JoinedWindows:
                 self._add_tokens(path, value[row], first + row, window)
             else:
                 self._add_whole(path, value[row], window)
+
+    def _is_kept(self, *, of_tokens: bool) -> bool:
+        """Whether each value is that of one window, and so of its dtype."""
+        return of_tokens and self._owners is not None
+
+    def _dtype_for(self, value: torch.Tensor, *, of_tokens: bool) -> torch.dtype:
+        """What values are added up in."""
+        if value.is_floating_point() or value.is_complex():
+            return value.dtype
+        if not self._is_kept(of_tokens=of_tokens):
+            return torch.float32
+        return torch.uint8 if value.dtype is torch.bool else value.dtype
 
     def _add_tokens(self, path: str, value: torch.Tensor, number: int, window: Window) -> None:
         places = window.positions(self._settings)
@@ -304,6 +338,8 @@ class JoinedWindows:
             if path not in self._sums:
                 return value
             total, counts = self._sums[path], self._counts[path]
+            if self._of_tokens[path] and self._owners is not None:
+                return total.to(self._dtypes[path])
             if not bool((counts > 1).any()):
                 return total
             return total / counts.clamp(min=1).reshape(counts.shape + (1,) * (total.dim() - counts.dim()))

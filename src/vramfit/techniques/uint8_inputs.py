@@ -18,6 +18,7 @@ from vramfit.techniques.core.technique import Numerics, Setting, Technique
 from vramfit.techniques.support.casting import map_tensors
 from vramfit.techniques.support.inference_only import refuse_training
 from vramfit.workload import Batch, call_model
+from vramfit.workload.containers import tensors_in
 
 _LEAST_DIMS = 3
 
@@ -201,6 +202,10 @@ def normalised_on_device(
     Raises:
         UsageError: a constant makes no sense.
     """
+    if any(tensor.dtype is torch.uint8 for tensor in tensors_in(sample)):
+        raise UsageError(
+            "the sample is of bytes", "Give the images as the model gets them without this: normalised"
+        )
     modules = () if sample is None else find_readers(model, sample)
     live = AttachedProgram(model, None)
     setting = Uint8InputsSetting(mean=tuple(mean), std=tuple(std), divisor=divisor, modules=modules)

@@ -41,6 +41,9 @@ def pool(call: RowCall) -> Any:
     more = -(-padding // stride)
     begins = np.maximum(np.arange(like.shape[axis], dtype=np.int64) - more, 0) * stride
     ends = np.arange(like.shape[axis], dtype=np.int64) * stride - padding + dilation * (size - 1)
+    if call.name == "avg_pool3d":  # which alone takes no fewer rows than a window has, padding left out
+        begins = np.minimum(begins, max(rows - size, 0) // stride * stride)
+        ends = np.maximum(ends, begins + size - 1)
     window = RowTable(begins, np.maximum(ends, begins), rows)
 
     def compute(begin: int, end: int, parts: list[torch.Tensor], starts: list[int]) -> torch.Tensor:
@@ -80,7 +83,8 @@ def pad(call: RowCall) -> Any:
         if mode != "constant":
             return _taken(part, axis, source[begin:end] - starts[0])
         low, high = max(begin - before, 0), min(end - before, rows)
-        part = part.narrow(axis, max(low - starts[0], 0), max(high - low, 0))
+        # A chunk may lie in the padding as a whole, beyond the one row that was read for it.
+        part = part.narrow(axis, min(max(low - starts[0], 0), part.shape[axis]), max(high - low, 0))
         missing = [max(before - begin, 0), max(end - before - rows, 0)]
         if high <= low:
             missing = [0, end - begin]

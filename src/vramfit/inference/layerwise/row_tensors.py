@@ -40,9 +40,12 @@ class Hold:
         session.holds.add(self)
 
     def __del__(self) -> None:
-        self.node.holds -= 1
-        if not self.node.holds:
-            update_front(self.node)
+        node = getattr(self, "node", None)  # torch.compile makes empty ones to look at them
+        if node is None:
+            return
+        node.holds -= 1
+        if not node.holds:
+            update_front(node)
 
 
 class RowTensor(torch.Tensor):

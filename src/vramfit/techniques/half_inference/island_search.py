@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from vramfit.arguments import number_argument, shown
 from vramfit.errors import UsageError
 from vramfit.techniques.core.attached_program import AttachedProgram
 from vramfit.techniques.core.forward_trace import ForwardTrace, trace_forward
@@ -91,8 +92,13 @@ def find_float32_islands(
         seconds: after which the search is given up.
 
     Raises:
+        UsageError: the dtype is neither, or a number is out of bounds.
         IslandSearchError: no time was left, the outputs cannot be compared, or no islands keep the tolerance.
     """
+    if dtype not in HALVES:
+        raise UsageError(f"{shown(dtype)} is no half precision", "Give torch.float16 or torch.bfloat16")
+    tolerance = number_argument("tolerance", tolerance, least=0.0, most=math.inf)
+    seconds = number_argument("seconds", seconds, least=0.0, most=math.inf)
     with _evaluated(model), torch.no_grad():
         return _Search(model, batch, dtype, tolerance, time.monotonic() + seconds).found()
 
