@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from tests.runtime.faults import Faults
+from tests.runtime.subjects import SUBJECTS, Subject, train
 from torch import nn
 
 import vramfit
-from tests.runtime.faults import Faults
-from tests.runtime.subjects import SUBJECTS, Subject, train
 from vramfit.errors import UsageError
 from vramfit.runtime.survival.ladder import Ladder, Level, Rung
 from vramfit.runtime.survival.leftovers import MemoryNow, requested_bytes
@@ -107,7 +108,7 @@ def test_a_lasting_shortage_is_tried_ever_more_rarely() -> None:
         for _ in range(120):
             survivor.step(torch.ones(12, 6, dtype=torch.float64))
     tries = [event.step for event in survivor.events if event.kind == "down"]
-    waits = [later - sooner for sooner, later in zip(tries, tries[1:], strict=False)]
+    waits = [later - sooner for sooner, later in itertools.pairwise(tries)]
     assert waits == sorted(waits)
     assert waits[-1] >= 3 * waits[0]
 
