@@ -13,10 +13,10 @@ import sys
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from tests.runtime.faults import Faults
 from torch import nn
 
 import vramfit
-from tests.runtime.faults import Faults
 
 
 def main() -> None:

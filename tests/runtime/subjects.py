@@ -125,7 +125,32 @@ class Outcome:
 
     tensors: tuple[torch.Tensor, ...]
     rest: tuple[Any, ...]
-    survivor: Survivor
+    survivor: Survivor | None = None
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        more: dict[str, Any],
+        losses: list[float],
+        survivor: Survivor | None = None,
+    ) -> Outcome:
+        """What is there now; draws from all generators."""
+        states = optimizer.state_dict()
+        values = [value for known in states["state"].values() for value in known.values()]
+        tensors = [*model.state_dict().values(), *(one for one in values if isinstance(one, torch.Tensor))]
+        rest = [
+            losses,
+            [one for one in values if not isinstance(one, torch.Tensor)],
+            [group["lr"] for group in states["param_groups"]],
+            more["scaler"].state_dict() if "scaler" in more else None,
+            float(torch.rand(())),
+            random.random(),
+            float(np.random.rand()),  # noqa: NPY002
+        ]
+        copies = tuple(tensor.detach().clone() for tensor in tensors)
+        return cls(tensors=copies, rest=tuple(rest), survivor=survivor)
 
     def equals(self, other: Outcome) -> bool:
         """Whether both left the same, bit for bit."""
@@ -147,17 +172,4 @@ def train(
             batch = subject.batch(number)
             with faults or nullcontext():
                 losses.append(survivor.step(batch))
-    states = optimizer.state_dict()
-    values = [value for known in states["state"].values() for value in known.values()]
-    tensors = [*model.state_dict().values(), *(one for one in values if isinstance(one, torch.Tensor))]
-    rest = [
-        [float(loss) for loss in losses],
-        [one for one in values if not isinstance(one, torch.Tensor)],
-        [group["lr"] for group in states["param_groups"]],
-        more["scaler"].state_dict() if "scaler" in more else None,
-        float(torch.rand(())),
-        random.random(),
-        float(np.random.rand()),  # noqa: NPY002
-    ]
-    copies = tuple(tensor.detach().clone() for tensor in tensors)
-    return Outcome(tensors=copies, rest=tuple(rest), survivor=survivor)
+    return Outcome.of(model, optimizer, more, [float(loss) for loss in losses], survivor)
