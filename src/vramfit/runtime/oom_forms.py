@@ -47,7 +47,7 @@ class Shortage:
 
     Attributes:
         of: who ran out of what.
-        message: the first line of the error.
+        message: the first line of the error, without torch's advice.
     """
 
     of: ShortOf
@@ -85,6 +85,9 @@ _FORMS: tuple[tuple[ShortOf, re.Pattern[str]], ...] = tuple(
     )
 )
 
+_ADVICE = re.compile(r" (?=If reserved but unallocated memory is large)")
+"""What torch's message says after its figures."""
+
 _LIBRARY_ERRORS = (RuntimeError, torch.AcceleratorError)
 """Types that torch gives what its libraries say; errors of a user's own kinds are none."""
 
@@ -107,7 +110,8 @@ def recognised(error: BaseException) -> Shortage | None:
     if kind is None:
         return None
     lines = str(error).strip().splitlines()
-    return Shortage(of=kind, message=lines[0] if lines else type(error).__name__)
+    message = lines[0] if lines else type(error).__name__
+    return Shortage(of=kind, message=_ADVICE.split(message)[0])
 
 
 def _kind(error: BaseException) -> ShortOf | None:

@@ -128,6 +128,10 @@ class Meter(StorageMeter[VirtualRecord]):
         record.graph = torch.is_grad_enabled()
         record.module = None
         record.expected = None
+        record.address, record.row = (
+            0,
+            -1,
+        )  # a program that catches the error may drop the storage before this record
         self._rest(record, tensor, extents, op)
         try:
             self._place(record, op, category, tensor)
@@ -168,6 +172,7 @@ class Meter(StorageMeter[VirtualRecord]):
         record.module = record.expected = None
         record.extents = record.shape = ()
         record.below = record.above = 0
+        record.address, record.row = 0, -1
         record.phase = phases.index
         record.category = kind = self._category_now() if category is None else category
         if nbytes:
@@ -196,8 +201,6 @@ class Meter(StorageMeter[VirtualRecord]):
                     phases.index,
                     described,
                 )
-        else:
-            record.address, record.row = 0, -1
         self._records[record.key] = record
 
     def _rest(
