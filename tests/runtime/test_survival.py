@@ -16,8 +16,9 @@ from torch import nn
 
 import vramfit
 from vramfit.errors import UsageError
+from vramfit.runtime.survival.guarded_step import GuardedStep
 from vramfit.runtime.survival.ladder import Ladder, Level, Rung
-from vramfit.runtime.survival.leftovers import MemoryNow, requested_bytes
+from vramfit.runtime.survival.leftovers import MemoryNow, Recovery, requested_bytes
 
 STEPS = 3
 
@@ -271,3 +272,13 @@ def test_a_rung_is_left_only_where_there_is_room() -> None:
 )
 def test_what_was_asked_for_is_read_from_the_message(message: str, expected: int) -> None:
     assert requested_bytes(message) == expected
+
+
+def test_torchs_optimizers_step_in_slices_and_others_as_a_whole() -> None:
+    class Own(torch.optim.SGD):
+        pass
+
+    parameters = [nn.Parameter(torch.ones(4, 4)) for _ in range(2)]
+    for kind in (torch.optim.AdamW, torch.optim.Adafactor, torch.optim.Muon):
+        assert GuardedStep(kind(parameters), Recovery(torch.device("cpu"))).by_parameter
+    assert not GuardedStep(Own(parameters), Recovery(torch.device("cpu"))).by_parameter

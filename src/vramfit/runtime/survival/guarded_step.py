@@ -91,9 +91,8 @@ class GuardedStep:
     ) -> None:
         self.optimizer, self._recovery = optimizer, recovery
         self._slice_bytes = slice_bytes
-        self.by_parameter = type(optimizer).__name__ in BY_PARAMETER and type(
-            optimizer
-        ).__module__.startswith("torch.optim.")
+        kind = type(optimizer)  # some say "torch.optim", others their own module below it
+        self.by_parameter = kind.__name__ in BY_PARAMETER and f"{kind.__module__}.".startswith("torch.optim.")
         if isinstance(optimizer, torch.optim.LBFGS):
             raise UsageError(
                 "LBFGS calls the model several times in a step: there is no moment at which it is certain",
