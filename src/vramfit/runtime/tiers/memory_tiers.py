@@ -18,15 +18,17 @@ def rounded(nbytes: int, block: int) -> int:
     return -(-nbytes // block) * block
 
 
-def is_only_one(tensor: torch.Tensor) -> bool:
-    """Whether no other tensor, view or graph holds the tensor's memory.
+ALONE = 2
+"""What `holders` gives for a tensor whose memory nobody else holds."""
 
-    The count is what ``torch._C._storage_Use_Count`` gives, as torch's own CUDA graph trees use it
-    (torch/_inductor/cudagraph_trees.py): each tensor over the storage counts, and so does the Python object that is
-    asked here.
+
+def holders(tensor: torch.Tensor) -> int:
+    """How many hold a tensor's memory: tensors, views and graphs over its storage, and the Python object asked here.
+
+    ``torch._C._storage_Use_Count`` counts them, as torch's own CUDA graph trees do (torch/_inductor/cudagraph_trees.py).
     """
     storage = tensor.untyped_storage()
-    return bool(torch._C._storage_Use_Count(storage._cdata) <= 2)
+    return int(torch._C._storage_Use_Count(storage._cdata))
 
 
 class DeviceTier(Tier):
@@ -63,14 +65,15 @@ class DeviceTier(Tier):
 
     def adopt(self, tensor: torch.Tensor) -> Any | None:
         """See `Tier`."""
-        if tensor.device != self.device or tensor.storage_offset():
+        # A view keeps its base, so that it would never be the only one.
+        if tensor.device != self.device or tensor.storage_offset() or tensor._base is not None:
             return None
         alone = rounded(tensor.untyped_storage().nbytes(), DEVICE_BLOCK) == self.price(tensor.nbytes)
         return tensor.detach() if alone else None
 
     def held(self, handle: Any) -> bool:
         """See `Tier`."""
-        return not is_only_one(handle)
+        return holders(handle) > ALONE
 
 
 class PinnedTier(Tier):

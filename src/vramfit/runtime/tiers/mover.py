@@ -7,7 +7,7 @@ room sends others down, which may need room further down; nobody waits there for
 not wait for each other in a circle.
 
 NOTE [Who holds]: a tensor that was given out is not sent down while somebody holds its memory: a view, or a graph that
-saved it. torch counts that (`vramfit.runtime.tiers.memory_tiers.is_only_one`).
+saved it. torch counts that (`vramfit.runtime.tiers.memory_tiers.holders`).
 """
 
 from __future__ import annotations
@@ -20,18 +20,14 @@ from typing import Any
 
 import torch
 
-from vramfit.errors import UsageError
-from vramfit.runtime.tiers.copy_lanes import CopyLane
+from vramfit.errors import StoreFull
 from vramfit.runtime.tiers.entries import Entry, Place, Traffic
 from vramfit.runtime.tiers.tier import NoRoom, Tier
+from vramfit.runtime.tiers.tier_lanes import TierLane
 from vramfit.units import format_bytes
 
 _LOOK_AGAIN = 0.05
 """Seconds after which a thread that waits for room looks who still holds what: nobody tells when a tensor is let go."""
-
-
-class StoreFull(UsageError):
-    """A tensor has no place in a tier: what is there is in use, or the tiers below are full."""
 
 
 class Mover:
@@ -50,7 +46,7 @@ class Mover:
         traffic: what was done so far.
     """
 
-    def __init__(self, tiers: Sequence[Tier], lane: CopyLane, patience: float) -> None:
+    def __init__(self, tiers: Sequence[Tier], lane: TierLane, patience: float) -> None:
         self.tiers, self.lane, self._patience = tuple(tiers), lane, patience
         self.entries: dict[Hashable, Entry] = {}
         self.used, self.peak = [0] * len(self.tiers), [0] * len(self.tiers)
@@ -122,7 +118,7 @@ class Mover:
         with self.moving(entry):
             try:
                 self._move(entry, 0, wait=False)
-            except Exception:  # noqa: BLE001  # it is a hint: whoever asks for the tensor sees the error
+            except Exception:  # it is a hint: whoever asks for the tensor sees the error
                 return False
         self.traffic.prefetched += 1
         return True
@@ -277,7 +273,7 @@ class Mover:
         place = entry.places[0]
         try:
             self.wait(place.ends)
-        except Exception:  # noqa: BLE001  # whoever asks brings it again, and sees that error
+        except Exception:  # whoever asks brings it again, and sees that error
             del entry.places[0]
             entry.live, entry.arriving = min(entry.places), False
             self.release(0, place)

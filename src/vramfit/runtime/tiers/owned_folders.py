@@ -33,7 +33,7 @@ def started_at(process: int) -> int | None:
 def _namespace() -> int:
     """Which numbers of processes these are, as /proc/self/ns/pid says."""
     try:
-        return os.stat("/proc/self/ns/pid").st_ino
+        return Path("/proc/self/ns/pid").stat().st_ino
     except OSError:
         return 0
 
@@ -86,5 +86,3 @@ def sweep(root: StrPath) -> list[Path]:
                 shutil.rmtree(entry.path, ignore_errors=True)
                 found.append(Path(entry.path))
     return found
-
-

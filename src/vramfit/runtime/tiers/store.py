@@ -1,8 +1,8 @@
 """Keeps tensors in tiers of memory: what is asked for comes to the first, what is not goes down.
 
-NOTE [Written]: a copy below is current as long as nobody wrote to the tensor. torch counts writes in place, but not all:
-its fused optimizers do not count those to their states, nor does anyone who writes by ``.data``. So a tensor counts as
-written once it was given out for writing, which ``store[key]`` does; ``reading`` trusts the count.
+NOTE [Written]: a copy below is current as long as nobody wrote to the tensor. torch counts writes in place, but not
+all: its fused optimizers do not count those to their states, nor does anyone who writes by ``.data``. So a tensor
+counts as written once it was given out for writing, which ``store[key]`` does; ``reading`` trusts the count.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-from vramfit.errors import UsageError
+from vramfit.errors import StoreFull, UsageError
 from vramfit.runtime.tiers.access_order import AccessOrder
-from vramfit.runtime.tiers.copy_lanes import CopyLane, lane_for
 from vramfit.runtime.tiers.entries import Entry, Place, TierUsage, Traffic
 from vramfit.runtime.tiers.file_tier import FileTier, SharedTensor
-from vramfit.runtime.tiers.mover import Mover, StoreFull
+from vramfit.runtime.tiers.mover import Mover
 from vramfit.runtime.tiers.tier import Layout, Tier, dense
+from vramfit.runtime.tiers.tier_lanes import TierLane, lane_for
 
 
 class Store:
@@ -40,7 +40,7 @@ class Store:
         tiers: Sequence[Tier],
         device: torch.device,
         *,
-        lane: CopyLane | None = None,
+        lane: TierLane | None = None,
         ahead: int = 1,
         patience: float = 30.0,
     ) -> None:
@@ -95,8 +95,8 @@ class Store:
     def put(self, key: Hashable, tensor: torch.Tensor, *, tier: str | None = None) -> None:
         """Take a tensor, in the place of one that has the key.
 
-        One that lies on the device is taken as it is, not copied: as in a dictionary, who still holds it writes to the
-        same memory, and it cannot be sent down before they let go.
+        One that lies on the device, and is no view, is taken as it is and not copied: as in a dictionary, who still
+        holds it writes to the same memory, and it cannot be sent down before they let go. Others are copied.
 
         Args:
             tier: where to; None is the first that has room, beginning with the device.
@@ -243,6 +243,19 @@ class Store:
         """What was done so far."""
         return self._mover.traffic
 
+    @property
+    def capacity(self) -> int:
+        """Bytes of the device's budget."""
+        return self._mover.tiers[0].capacity
+
+    def nbytes_of(self, key: Hashable) -> int:
+        """Bytes of a tensor's values.
+
+        Raises:
+            KeyError: there is no such tensor.
+        """
+        return self._mover.entries[key].layout.nbytes
+
     def tier_of(self, key: Hashable) -> str:
         """The name of the tier that a tensor is in."""
         with self._changed:
@@ -315,7 +328,7 @@ class Store:
         if entry.live != 0 or entry.arriving or Layout.of(source) != entry.layout:
             return False
         known = self._mover.tiers[0].get(entry.places[0].handle)
-        return known.untyped_storage()._cdata == source.untyped_storage()._cdata
+        return bool(known.untyped_storage()._cdata == source.untyped_storage()._cdata)
 
     def _is_known(self, source: torch.Tensor) -> bool:
         """Whether the memory of a tensor is another entry's."""

@@ -55,8 +55,9 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
     Raises:
         UsageError: it is sparse, quantized, or of a class that keeps its values elsewhere.
     """
-    if not isinstance(tensor, torch.Tensor):
-        raise UsageError(f"a {type(tensor).__name__} is no tensor", "A store keeps tensors of torch")
+    given: object = tensor
+    if not isinstance(given, torch.Tensor):
+        raise UsageError(f"a {type(given).__name__} is no tensor", "A store keeps tensors of torch")
     # torchao's and DTensor's classes hold other tensors, and have no storage of their own.
     wraps = hasattr(tensor, "__tensor_flatten__") and type(tensor).__name__ != "FakeTensor"
     if tensor.layout is not torch.strided or tensor.is_quantized or wraps:
@@ -132,4 +133,5 @@ class Tier(ABC):
         return self.get(handle)._version
 
     def close(self) -> None:
-        """Give back what the tier itself holds."""
+        """Give back what the tier itself holds; nothing, where it holds none."""
+        return

@@ -11,7 +11,7 @@ import torch
 from vramfit.techniques.support.host_lane import CudaLane
 
 
-class CopyLane(Protocol):
+class TierLane(Protocol):
     """Copies between two places. Every copy has an end, and nothing of it may go or change before that.
 
     A copy begins after all that the calling thread has given the device before.
@@ -55,7 +55,7 @@ class ThreadLane:
         self._running = False
 
     def begin(self, source: torch.Tensor, target: torch.Tensor) -> Any:
-        """See `CopyLane`."""
+        """See `TierLane`."""
         task = _Task(source, target)
         with self._lock:
             self._tasks.append(task)
@@ -65,7 +65,7 @@ class ThreadLane:
         return task
 
     def wait(self, end: Any) -> None:
-        """See `CopyLane`."""
+        """See `TierLane`."""
         end.over.wait()
         if end.error is not None:
             raise end.error
@@ -73,7 +73,7 @@ class ThreadLane:
     finish = wait
 
     def handed_out(self, tensor: torch.Tensor) -> None:
-        """See `CopyLane`."""
+        """See `TierLane`."""
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Do one copy."""
@@ -91,8 +91,8 @@ class ThreadLane:
             assert task.target is not None
             try:
                 self.copy(task.source, task.target)
-            except BaseException as error:  # noqa: BLE001  # raised where the end is waited for
-                task.error = error
+            except BaseException as error:  # raised where the end is waited for
+                task.error = error.with_traceback(None)  # its frames would hold the tensors
             task.source = task.target = None  # who waits counts who holds the memory
             task.over.set()
             del task
@@ -110,7 +110,7 @@ class StreamLane:
         self._used: set[Any] = set()
 
     def begin(self, source: torch.Tensor, target: torch.Tensor) -> Any:
-        """See `CopyLane`."""
+        """See `TierLane`."""
         if self._lane is None:
             self._lane = CudaLane(self._device)
         now = torch.cuda.current_stream(self._device)
@@ -123,17 +123,17 @@ class StreamLane:
         return end, now
 
     def wait(self, end: Any) -> None:
-        """See `CopyLane`."""
+        """See `TierLane`."""
         event, began_on = end
         torch.cuda.current_stream(self._device).wait_event(event)
         began_on.wait_event(event)  # memory returns to the stream that it was taken on
 
     def finish(self, end: Any) -> None:
-        """See `CopyLane`."""
+        """See `TierLane`."""
         end[0].synchronize()
 
     def handed_out(self, tensor: torch.Tensor) -> None:
-        """See `CopyLane`."""
+        """See `TierLane`."""
         now = torch.cuda.current_stream(self._device)
         if now not in self._used:
             self._used.add(now)
@@ -141,6 +141,6 @@ class StreamLane:
             tensor.record_stream(now)
 
 
-def lane_for(device: torch.device) -> CopyLane:
+def lane_for(device: torch.device) -> TierLane:
     """The lane for a device."""
     return StreamLane(device) if device.type == "cuda" else ThreadLane()
