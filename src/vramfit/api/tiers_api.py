@@ -150,7 +150,7 @@ def _device(given: Any) -> torch.device:
         found = torch.device(given)
     except (RuntimeError, TypeError):  # torch has no other word for it
         raise UsageError(f"device={shown(given)} is no device", 'Give "cuda:0" or "cpu"') from None
-    if found.type == "cuda" and found.index is None:
+    if found == torch.device("cuda"):
         return torch.device("cuda", torch.cuda.current_device())
     if found.type not in ("cuda", "cpu"):
         raise UsageError(f"device={shown(given)} has no tiers here", 'Give "cuda:0" or "cpu"')

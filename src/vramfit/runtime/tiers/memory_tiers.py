@@ -25,7 +25,7 @@ ALONE = 2
 def holders(tensor: torch.Tensor) -> int:
     """How many hold a tensor's memory: tensors, views and graphs over its storage, and the Python object asked here.
 
-    ``torch._C._storage_Use_Count`` counts them, as torch's own CUDA graph trees do (torch/_inductor/cudagraph_trees.py).
+    ``torch._C._storage_Use_Count`` counts them, as torch's CUDA graph trees do (torch/_inductor/cudagraph_trees.py).
     """
     storage = tensor.untyped_storage()
     return int(torch._C._storage_Use_Count(storage._cdata))

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -169,12 +169,18 @@ class Mover:
     # -- places --------------------------------------------------------------------------------------------------
 
     def take(
-        self, entry: Entry, number: int, source: torch.Tensor, *, patient: bool = True, adopting: bool = False
+        self,
+        entry: Entry,
+        number: int,
+        source: Callable[[], torch.Tensor],
+        *,
+        patient: bool = True,
+        adopting: bool = False,
     ) -> Place:
         """A place in a tier, and the copy to it begun; others go down for it.
 
         Args:
-            source: the values.
+            source: gives the values. No frame holds them: that of an error would, as long as somebody looks at it.
             patient: whether to wait for room that other threads hold.
             adopting: whether the source itself may become the place.
 
@@ -193,7 +199,7 @@ class Mover:
         while True:
             self.make_room(number, price, until)
             try:
-                return self._begin(number, price, source, adopting=adopting)
+                return self._begin(number, price, source(), adopting=adopting)
             except NoRoom:
                 self._make_some_room(number, price, until)
 
@@ -210,20 +216,28 @@ class Mover:
 
     def release(self, number: int, place: Place) -> None:
         """Drop a place, when the copies from and to it are over."""
-        with contextlib.suppress(Exception):  # one that failed has ended as well
+        try:
             self._end(number, place)
+        except Exception as error:  # one that failed has ended as well
+            error.__traceback__ = None
+        place.ends.clear()
         self.tiers[number].drop(place.handle)
+        place.handle = None  # an error on its way holds the frames that hold the place
         self.used[number] -= place.price
         self.changed.notify_all()
 
     def wait(self, ends: Sequence[Any]) -> None:
-        """Let what comes begin after these ends; the lock is free meanwhile. Raises what a copy failed with."""
+        """Let what comes begin after these ends; the lock is free meanwhile. Raises what a copy failed with.
+
+        An end has the error, whose frames would hold the end, and all that the callers have given out: until garbage
+        is collected nobody could send that down. So no frame keeps an end.
+        """
         pending = list(ends)
         if pending:
             self.changed.release()
             try:
-                for end in pending:
-                    self.lane.wait(end)
+                while pending:
+                    self.lane.wait(pending.pop(0))
             finally:
                 self.changed.acquire()
 
@@ -264,7 +278,8 @@ class Mover:
     def _move(self, entry: Entry, number: int, *, wait: bool) -> None:
         before = entry.places[entry.live]
         self.wait(before.ends)
-        place = self.take(entry, number, self.tiers[entry.live].get(before.handle), patient=wait)
+        tier = self.tiers[entry.live]
+        place = self.take(entry, number, lambda: tier.get(before.handle), patient=wait)
         self.commit(entry, number, place, wait=wait)
         before.ends = list(place.ends)  # which come after its own
 
@@ -273,7 +288,8 @@ class Mover:
         place = entry.places[0]
         try:
             self.wait(place.ends)
-        except Exception:  # whoever asks brings it again, and sees that error
+        except Exception as error:  # whoever asks brings it again, and sees that error
+            error.__traceback__ = None
             del entry.places[0]
             entry.live, entry.arriving = min(entry.places), False
             self.release(0, place)

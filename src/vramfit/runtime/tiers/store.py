@@ -215,7 +215,7 @@ class Store:
         with self._open():
             mover, entry = self._mover, Entry(key, Layout.of(source))
             with mover.moving(entry):
-                mover.commit(entry, number, mover.take(entry, number, source), wait=True)
+                mover.commit(entry, number, mover.take(entry, number, lambda: source), wait=True)
             place = entry.places.pop(number)
             for end in place.ends:
                 mover.lane.finish(end)
@@ -350,7 +350,7 @@ class Store:
             last = number == numbers[-1]
             adopting = number == 0 and not self._is_known(source)
             try:
-                place = mover.take(entry, number, source, patient=last, adopting=adopting)
+                place = mover.take(entry, number, lambda: source, patient=last, adopting=adopting)
             except StoreFull:
                 if last:
                     raise

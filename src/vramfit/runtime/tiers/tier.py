@@ -60,7 +60,7 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
         raise UsageError(f"a {type(given).__name__} is no tensor", "A store keeps tensors of torch")
     # torchao's and DTensor's classes hold other tensors, and have no storage of their own.
     wraps = hasattr(tensor, "__tensor_flatten__") and type(tensor).__name__ != "FakeTensor"
-    if tensor.layout is not torch.strided or tensor.is_quantized or wraps:
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested or wraps:
         raise UsageError(
             f"a {type(tensor).__name__} of layout {tensor.layout} has no one piece of memory",
             "Put the dense tensors that it is made of into the store",

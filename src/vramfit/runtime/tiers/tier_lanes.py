@@ -68,7 +68,10 @@ class ThreadLane:
         """See `TierLane`."""
         end.over.wait()
         if end.error is not None:
-            raise end.error
+            try:
+                raise end.error
+            finally:
+                del end  # else the error holds this frame, and this frame the error
 
     finish = wait
 
