@@ -120,9 +120,9 @@ def test_a_graph_that_saved_a_tensor_keeps_it(store: Store) -> None:
 
 def test_more_than_fits_at_once_is_refused_and_changes_nothing(store: Store) -> None:
     truth = filled(store, 8)
-    with pytest.raises(StoreFull, match=r"2\.00 KiB do not fit beside what is in use"):
-        with store.reading(0, 1, 2, 3, 4):
-            pass
+    words = r"2\.00 KiB do not fit beside what is in use"
+    with pytest.raises(StoreFull, match=words), store.reading(0, 1, 2, 3, 4):
+        pass
     with pytest.raises(StoreFull, match=r"12\.00 KiB is larger than the tier 'device' \(8\.00 KiB\)"):
         store["large"] = torch.rand(3 * KIB)
     assert "large" not in store
@@ -254,11 +254,7 @@ def test_strides_of_dense_tensors_stay(store: Store) -> None:
 
 @pytest.mark.parametrize(
     "given",
-    [
-        3,
-        torch.rand(3, 3).to_sparse(),
-        torch.empty(3, device="meta")
-    ],
+    [3, torch.rand(3, 3).to_sparse(), torch.empty(3, device="meta")],
 )
 def test_what_has_no_one_piece_of_memory_is_refused(store: Store, given: Any) -> None:
     with pytest.raises(UsageError):

@@ -80,6 +80,10 @@ def card_tiers(device: torch.device, budgets: TierBudgets) -> list[Tier]:
             raise UsageError(
                 f"the peer {name!r} is no other card than {device}", 'Give peers={"cuda:1": "8GiB"}'
             )
+        if (peer.index or 0) >= torch.cuda.device_count():
+            raise UsageError(
+                f"there is no {name!r}: {torch.cuda.device_count()} cards are seen", "Give another peer"
+            )
         tiers.append(DeviceTier(str(peer), size, peer))
     if budgets.pinned and not one:
         pinned = device.type == "cuda"

@@ -41,7 +41,7 @@ class StoredOptimizer:
 
     def __init__(self, optimizer: torch.optim.Optimizer, store: Store, prefix: str = "optimizer") -> None:
         name = type(optimizer).__name__
-        if name not in BY_PARAMETER or not type(optimizer).__module__.startswith("torch.optim."):
+        if name not in BY_PARAMETER or not f"{type(optimizer).__module__}.".startswith("torch.optim."):
             raise UsageError(
                 f"{name} may not treat each parameter by itself, so that it cannot step a few at a time",
                 "Take one of torch's but LBFGS, or put its tensors into the store yourself",

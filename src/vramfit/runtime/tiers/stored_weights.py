@@ -33,7 +33,7 @@ class StoredWeights:
         self._store, self._patches = store, PatchStack()
         self._keys: dict[nn.Parameter, tuple[str, str]] = {}
         self._homes: dict[nn.Parameter, torch.device] = {}
-        self._open: list[contextlib.ExitStack] = []
+        self._open: list[tuple[nn.Module, contextlib.ExitStack]] = []
         try:
             for name, parameter in module.named_parameters():
                 self._take(parameter, (prefix, name))
@@ -75,12 +75,14 @@ class StoredWeights:
             given = lease.enter_context(self._store.reading(*(self._keys[one] for one in parameters)))
             for parameter, tensor in zip(parameters, given, strict=True):
                 parameter.data = tensor
-            self._open.append(lease)
+            self._open.append((part, lease))
 
         def after(*_: Any) -> None:
+            if not self._open or self._open[-1][0] is not part:
+                return  # it did not begin: this is called after errors too
             for parameter in parameters:
                 parameter.data = self._away(parameter)
-            self._open.pop().close()
+            self._open.pop()[1].close()
 
         self._patches.call(part.register_forward_pre_hook(before).remove)
         self._patches.call(part.register_forward_hook(after, always_call=True).remove)
