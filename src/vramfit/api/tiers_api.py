@@ -36,7 +36,7 @@ class TieredStore(Store):
     >>> for layer in range(8):
     ...     store[layer] = torch.full((256, 256), float(layer))
     >>> store.tier_of(0), store.tier_of(7)
-    ('file', 'device')
+    ('pinned', 'device')
     >>> store[0].mean(), store.tier_of(0)
     (tensor(0.), 'device')
     >>> with store.reading(1, 2) as (one, two):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import runpy
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.runtime.tiers.trouble import CPU, KIB, CountedTier
+from tests.runtime.tiers.trouble import CPU, CountedTier
 from torch import nn
 
 import vramfit
@@ -215,4 +217,14 @@ def test_weights_that_do_not_fit_stay_in_the_model() -> None:
         store.hold_weights(model)
     for one, value in zip(model.parameters(), before, strict=True):
         assert torch.equal(one, value)
-    assert KIB == 1024
+
+
+def test_the_example_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    script = Path(__file__).parents[3] / "examples" / "survive" / "states_in_tiers.py"
+    monkeypatch.setattr("sys.argv", [str(script), "--steps", "3", "--folder", str(tmp_path)])
+    runpy.run_path(str(script), run_name="__main__")
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines[:3]] == ["device", "pinned", "file"]
+    assert not list(tmp_path.iterdir())

@@ -11,7 +11,7 @@ from vramfit.runtime.tiers.tier import Layout
 
 
 @dataclass(slots=True, eq=False)
-class Place:
+class TierPlace:
     """A copy of a tensor in a tier.
 
     Attributes:
@@ -48,7 +48,7 @@ class Entry:
     key: Hashable
     layout: Layout
     live: int = -1
-    places: dict[int, Place] = field(default_factory=dict)
+    places: dict[int, TierPlace] = field(default_factory=dict)
     version: int = 0
     written: bool = False
     arriving: bool = False

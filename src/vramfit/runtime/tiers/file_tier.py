@@ -113,7 +113,9 @@ class FileTier(Tier):
 def _take_space(path: str, nbytes: int) -> None:
     number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        if nbytes:
+        if nbytes and hasattr(os, "posix_fallocate"):
             os.posix_fallocate(number, 0, nbytes)
+        elif nbytes:  # macOS has none
+            os.truncate(number, nbytes)
     finally:
         os.close(number)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from vramfit.errors import StoreFull
-from vramfit.runtime.tiers.entries import Entry, Place, Traffic
+from vramfit.runtime.tiers.entries import Entry, TierPlace, Traffic
 from vramfit.runtime.tiers.tier import NoRoom, Tier
 from vramfit.runtime.tiers.tier_lanes import TierLane
 from vramfit.units import format_bytes
@@ -176,7 +176,7 @@ class Mover:
         *,
         patient: bool = True,
         adopting: bool = False,
-    ) -> Place:
+    ) -> TierPlace:
         """A place in a tier, and the copy to it begun; others go down for it.
 
         Args:
@@ -214,7 +214,7 @@ class Mover:
         while self.used[number] + price > self.tiers[number].capacity:
             self._make_some_room(number, price, until)
 
-    def release(self, number: int, place: Place) -> None:
+    def release(self, number: int, place: TierPlace) -> None:
         """Drop a place, when the copies from and to it are over."""
         try:
             self._end(number, place)
@@ -243,7 +243,7 @@ class Mover:
 
     # -- within --------------------------------------------------------------------------------------------------
 
-    def _begin(self, number: int, price: int, source: torch.Tensor, *, adopting: bool) -> Place:
+    def _begin(self, number: int, price: int, source: torch.Tensor, *, adopting: bool) -> TierPlace:
         tier, ends = self.tiers[number], []
 
         def copy(given: torch.Tensor, target: torch.Tensor) -> None:
@@ -256,9 +256,9 @@ class Mover:
         self.used[number] += price
         self.peak[number] = max(self.peak[number], self.used[number])
         assert self.used[number] <= tier.capacity
-        return Place(handle, price, ends)
+        return TierPlace(handle, price, ends)
 
-    def commit(self, entry: Entry, number: int, place: Place, *, wait: bool) -> None:
+    def commit(self, entry: Entry, number: int, place: TierPlace, *, wait: bool) -> None:
         """Let an entry have its values in a new place, when the copy is over or where nobody waits for it.
 
         Raises:
@@ -299,7 +299,7 @@ class Mover:
         entry.written, entry.version = False, self.tiers[0].version(place.handle)
         return True
 
-    def _end(self, number: int, place: Place) -> None:
+    def _end(self, number: int, place: TierPlace) -> None:
         for end in place.ends:
             if number == 0:
                 self.lane.wait(end)

@@ -17,7 +17,7 @@ import torch
 
 from vramfit.errors import StoreFull, UsageError
 from vramfit.runtime.tiers.access_order import AccessOrder
-from vramfit.runtime.tiers.entries import Entry, Place, TierUsage, Traffic
+from vramfit.runtime.tiers.entries import Entry, TierPlace, TierUsage, Traffic
 from vramfit.runtime.tiers.file_tier import FileTier, SharedTensor
 from vramfit.runtime.tiers.mover import Mover
 from vramfit.runtime.tiers.tier import Layout, Tier, dense
@@ -47,7 +47,7 @@ class Store:
         self.device, self._ahead = device, ahead
         self._mover = Mover(tiers, lane_for(device) if lane is None else lane, patience)
         self._changed = self._mover.changed
-        self._shared: dict[Hashable, Place] = {}
+        self._shared: dict[Hashable, TierPlace] = {}
         self._order = AccessOrder()
         self._tick = 0
         self._owner: int | None = os.getpid()
@@ -115,7 +115,10 @@ class Store:
             entry = Entry(key, Layout.of(source))
             with mover.moving(entry):
                 self._place(entry, source, tier)
-            while key in mover.entries and (old := mover.settled(key)) is mover.entries.get(key):
+            while (old := mover.entries.get(key)) is not None:
+                if old.busy is not None:
+                    self._changed.wait()
+                    continue
                 mover.forget(old)
                 del mover.entries[key]
             mover.entries[key] = entry
