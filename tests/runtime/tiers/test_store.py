@@ -186,6 +186,22 @@ def test_hinted_victims_go_first(store: Store) -> None:
         store.prefetch("nobody")
 
 
+def test_hints_keep_a_part_of_a_loop_on_the_device(tmp_path: Path) -> None:
+    """Six tensors in a circle with room for four: brute force says that each round must bring at least two or three."""
+    with make_store(tmp_path, ThreadLane(), ahead=0) as store:
+        truth = filled(store, 6)
+        woken = []
+        for _ in range(6):
+            before = store.traffic.woken
+            for key, expected in truth.items():
+                with store.reading(key) as (found,):
+                    assert torch.equal(found, expected)
+                del found
+                store.done(key)
+            woken.append(store.traffic.woken - before)
+        assert max(woken[1:]) <= 3  # without hints all six
+
+
 def test_an_order_that_was_seen_twice_is_brought_ahead(tmp_path: Path) -> None:
     with make_store(tmp_path, ThreadLane(), ahead=1) as store:
         truth = filled(store, 8)

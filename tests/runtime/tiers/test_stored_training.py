@@ -110,6 +110,8 @@ def test_states_twice_the_budget_train_to_the_same_parameters(name: str) -> None
             assert store.traffic.sent_down > LAYERS
             assert store.traffic.awaited > store.traffic.woken  # most come while others step
             assert store.usage()["device"].peak <= budget
+            # All of them brought and sent down in each step, but for the first, which makes them.
+            assert store.traffic.moved_bytes < 0.75 * total * (2 * STEPS - 1)
         held.undo()
         assert len(store) == 0
         assert "step" not in vars(optimizer) or hasattr(optimizer.step, "_wrapped_by_lr_sched")

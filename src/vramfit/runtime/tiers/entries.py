@@ -41,7 +41,7 @@ class Entry:
         leases: threads that use it, and how often.
         last_thread: which asked for it last.
         tick: when it was asked for last.
-        done: whether it was said that nobody asks for it soon.
+        done: when it was said that nobody asks for it soon; 0 where it was not.
         gone: whether it was taken out of the store.
     """
 
@@ -56,7 +56,7 @@ class Entry:
     leases: Counter[int] = field(default_factory=Counter)
     last_thread: int = 0
     tick: int = 0
-    done: bool = False
+    done: int = 0
     gone: bool = False
 
     @property

@@ -337,7 +337,7 @@ class Mover:
             self.release(number, entry.places.pop(number))
             return
         victims = (entry for entry in self.entries.values() if entry.live == number)
-        for entry in sorted(victims, key=lambda one: (not one.done, one.arriving, one.tick)):
+        for entry in sorted(victims, key=_turn):
             if self.is_idle(entry):
                 self.send_down(entry)
                 return
@@ -365,3 +365,8 @@ class Mover:
         finally:
             self._pausing.discard(me)
         return True
+
+
+def _turn(entry: Entry) -> tuple[bool, bool, int]:
+    """Who goes down first: what was said to be done, the last first; then what was asked for least recently."""
+    return not entry.done, entry.arriving, -entry.done if entry.done else entry.tick

@@ -168,14 +168,18 @@ class Store:
             self._bring(entries)
 
     def done(self, *keys: Hashable) -> None:
-        """Say that tensors are not needed soon: they go down before others.
+        """Say that tensors are not needed soon: they go down before others, those first of which it was said last.
+
+        In a loop over more than fits, what was used last is needed last: this keeps a part of it on the device from
+        one round to the next, where the least recently used would be the one that comes next.
 
         Raises:
             KeyError: there is no such tensor.
         """
         with self._open():
             for key in keys:
-                self._mover.entries[key].done = True
+                self._tick += 1
+                self._mover.entries[key].done = self._tick
 
     def evict(self, *keys: Hashable) -> None:
         """Send tensors down from the device now.
@@ -324,7 +328,7 @@ class Store:
 
     def _touch(self, entry: Entry) -> None:
         self._tick += 1
-        entry.tick, entry.last_thread, entry.done = self._tick, threading.get_ident(), False
+        entry.tick, entry.last_thread, entry.done = self._tick, threading.get_ident(), 0
 
     def _is_same(self, entry: Entry, source: torch.Tensor) -> bool:
         """Whether a tensor is what the store gave out for that key: ``store[key] += 1`` puts it back."""
@@ -359,6 +363,9 @@ class Store:
                     raise
                 continue
             mover.commit(entry, number, place, wait=True)
+            if source.device.type == "cpu":  # the host may write to it next, which no stream waits for
+                for end in place.ends:
+                    mover.lane.finish(end)
             if number == 0:
                 entry.written = True
             return

@@ -1,7 +1,8 @@
 """An optimizer's states in a store: they are on the device while their parameters step, and only then.
 
 A step goes through the parameters in slices, whose states together take at most a quarter of the device's budget; those
-of the next slice are brought meanwhile. Optimizers that treat each parameter by itself give the same numbers so, bit
+of the next slice are brought meanwhile, and those that have stepped go down first, the last of them before the others:
+from one step to the next a part stays. Optimizers that treat each parameter by itself give the same numbers so, bit
 for bit.
 """
 
@@ -177,6 +178,7 @@ class StoredOptimizer:
         for parameter in part:
             fresh = parameter not in self._names
             self._strip(parameter)
+            self._store.done(*self._keys(parameter))
             if fresh and parameter.nbytes:
                 sizes = [self._store.nbytes_of(key) for key in self._keys(parameter)]
                 self._ratio = max(self._ratio, sum(sizes) / parameter.nbytes)

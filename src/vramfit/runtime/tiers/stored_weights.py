@@ -83,6 +83,7 @@ class StoredWeights:
             for parameter in parameters:
                 parameter.data = self._away(parameter)
             self._open.pop()[1].close()
+            self._store.done(*(self._keys[one] for one in parameters))  # a model is gone through in a circle
 
         self._patches.call(part.register_forward_pre_hook(before).remove)
         self._patches.call(part.register_forward_hook(after, always_call=True).remove)
