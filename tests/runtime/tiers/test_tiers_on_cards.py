@@ -61,6 +61,25 @@ def test_states_twice_the_budget_take_the_budget() -> None:
         assert stored_most - stored_before <= most - before
 
 
+def test_a_card_with_less_than_the_budget_is_made_do_with() -> None:
+    """Others have taken memory since the budget was given: what runs out sends more down."""
+    with vramfit.VirtualGPU("1GiB", context_bytes=0), vramfit.TieredStore("2GiB", pinned="2GiB") as store:
+        for key in range(8):
+            store.put(key, torch.empty(32 * MIB, device="cuda"), tier="pinned")
+        assert torch.cuda.memory_allocated() == 0
+        others = torch.empty(128 * MIB, device="cuda")  # half of the card
+        for key in range(8):
+            store[key]
+        assert torch.cuda.memory_allocated() == GIB
+        assert [store.tier_of(key) for key in range(8)] == ["pinned"] * 4 + ["device"] * 4
+        more = [store[key] for key in range(4, 8)]
+        with pytest.raises(torch.OutOfMemoryError):
+            store[0]
+        assert store.tier_of(0) == "pinned"
+        del others, more
+        store[0]
+
+
 def test_a_pool_takes_its_memory_once() -> None:
     with vramfit.VirtualGPU("RTX 4090"):
         before = torch.cuda.memory_allocated()

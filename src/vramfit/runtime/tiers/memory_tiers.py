@@ -51,7 +51,10 @@ class DeviceTier(Tier):
     def put(self, source: torch.Tensor, copy: Copy) -> Any:
         """See `Tier`."""
         layout = Layout.of(source)
-        target = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=self.device)
+        try:
+            target = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=self.device)
+        except torch.OutOfMemoryError as error:  # others on the card have what the budget would allow
+            raise NoRoom from error
         copy(source, target)
         return target
 

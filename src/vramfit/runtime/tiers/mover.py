@@ -186,6 +186,7 @@ class Mover:
 
         Raises:
             StoreFull: there is no room.
+            torch.OutOfMemoryError: the device has less than the budget, and nothing is left that could go down.
         """
         tier, nbytes = self.tiers[number], entry.layout.nbytes
         price = tier.price(nbytes)
@@ -200,8 +201,14 @@ class Mover:
             self.make_room(number, price, until)
             try:
                 return self._begin(number, price, source(), adopting=adopting)
-            except NoRoom:
+            except NoRoom as error:
+                short = error.__cause__  # whose frames hold what is to go down
+                if short is not None:
+                    short.__traceback__ = None
+            try:
                 self._make_some_room(number, price, until)
+            except StoreFull as full:
+                raise (short or full) from None
 
     def make_room(self, number: int, price: int, until: float | None = None) -> None:
         """Send entries down until so much of a tier is free.
