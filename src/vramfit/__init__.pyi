@@ -16,6 +16,7 @@ from .api.leak_check import check_leaks as check_leaks
 from .api.programs import Report as Report
 from .api.programs import run as run
 from .api.survival_api import survive as survive
+from .api.tiers_api import TieredStore as TieredStore
 from .api.tiling_api import tiled as tiled
 from .api.tracking import Track as Track
 from .api.tracking import snapshot as snapshot

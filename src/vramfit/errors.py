@@ -5,7 +5,8 @@ VramfitError                exit code 1
 │   ├── ConfigError         an allocator setting cannot be read
 │   ├── UnknownGpuError     no such card in the catalogue
 │   ├── TraceFormatError    a file is not a trace or snapshot that we read
-│   └── EnvironmentUnfitError  this interpreter cannot carry the virtual GPU
+│   ├── EnvironmentUnfitError  this interpreter cannot carry the virtual GPU
+│   └── StoreFull           a tier of memory has no room for a tensor
 ├── WriteError              exit code 2: a result could not be written
 └── OutOfMemory             exit code 3: the allocator could not serve a request
 """
@@ -59,6 +60,10 @@ class EnvironmentUnfitError(UsageError):
     """This interpreter or this torch cannot carry the virtual GPU."""
 
 
+class StoreFull(UsageError):
+    """A tensor has no place in a tier of memory: what is there is in use, or the tiers below are full."""
+
+
 class WriteError(VramfitError):
     """A result could not be written (no space, no permission); nothing half-written is left."""
 
@@ -80,6 +85,7 @@ KINDS: dict[str, type[VramfitError]] = {
         UnknownGpuError,
         TraceFormatError,
         EnvironmentUnfitError,
+        StoreFull,
         WriteError,
         OutOfMemory,
     )

@@ -77,6 +77,13 @@ class CudaLane:
                 copy.copy_(host, non_blocking=True)
             return made, self._inwards.record_event()
 
+    def copy_in(self, host: torch.Tensor, target: torch.Tensor) -> Any:
+        """Fill `target` on the device; gives its end. Until then neither must go nor change."""
+        self._inwards.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._inwards):
+            target.copy_(host, non_blocking=True)
+            return self._inwards.record_event()
+
     def wait(self, end: Any) -> None:
         """See `Lane`."""
         torch.cuda.current_stream(self._device).wait_event(end)
