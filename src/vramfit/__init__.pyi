@@ -10,6 +10,7 @@ from . import trace as trace
 from .api.chunking_api import batches as batches
 from .api.chunking_api import chunked as chunked
 from .api.in_process import VirtualGPU as VirtualGPU
+from .api.largest_batch_api import largest_batch as largest_batch
 from .api.leak_check import LeakFoundError as LeakFoundError
 from .api.leak_check import assert_no_leaks as assert_no_leaks
 from .api.leak_check import check_leaks as check_leaks
