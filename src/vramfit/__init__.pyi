@@ -28,6 +28,7 @@ from .planner.api import verify as verify
 from .planner.plans import Plan as Plan
 from .record.annotating import annotate as annotate
 from .record.profilers import join_profile as join_profile
+from .runtime.controller.batch_controller import BatchController as BatchController
 from .trace import MemoryTrace as MemoryTrace
 from .virtual.foreign.fake_kernels import fake_kernel as fake_kernel
 from .workload import Workload as Workload

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
-from benchmarks.survive.controller_parts.simulator import MODES, Card
+from controller_parts.simulator import MODES, Card
 
 from vramfit.runtime.controller.peak_quantile import QuantileSettings
 from vramfit.runtime.controller.size_policy import PolicySettings, SizePolicy, StepMode, StepSize
