@@ -165,7 +165,8 @@ def longer_inputs() -> None:
             again = "runs out of memory"
     print(
         f"first epoch, 64 tokens: {sizes[0].size} in {len(sizes[0].trials)} trials without a prediction; second epoch, "
-        f"200 tokens: {sizes[1].size} in {len(sizes[1].trials)}; the first size {again} there"
+        f"200 tokens: {sizes[1].size} in {len(sizes[1].trials)}; the first size {again} there",
+        flush=True,
     )
 
 
@@ -254,20 +255,20 @@ def main(count: int = 50) -> None:
     warnings.simplefilter("ignore")
     for name in ("vramfit.largest_batch", "lightning.pytorch", "lightning.pytorch.utilities.rank_zero"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    others()
+    # Virtual cards first: they need a process in which nothing has gone backward yet.
     longer_inputs()
-    print(
-        f"\n{'network':24} {'':6} {'card':>9} {'predicted':>9} {'found':>9} {'trials':>7} {'right':>6} {'bytes behind':>12}"
-    )
+    columns = f"{'card':>9} {'predicted':>9} {'found':>9} {'trials':>7} {'right':>6} {'bytes behind':>12}"
+    print(f"\n{'network':24} {'':6} {columns}", flush=True)
     trials: Counter[int] = Counter()
     wrong = 0
     cases = list(itertools.product(NETWORKS, OPTIMIZERS, BUDGETS))
-    for network, optimizer, gib in cases[:: max(1, len(cases) // count)][:count]:
-        line, count_of_trials, error = case(network, optimizer, gib)
+    for chosen in cases[:: max(1, len(cases) // count)][:count]:
+        line, count_of_trials, error = case(*chosen)
         trials[count_of_trials] += 1
         wrong += error
         print(line, flush=True)
     print(f"{wrong} of {trials.total()} wrong; cases by trials: {dict(sorted(trials.items()))}")
+    others()
 
 
 if __name__ == "__main__":

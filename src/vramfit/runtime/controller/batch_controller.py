@@ -39,6 +39,9 @@ class BatchController:
     >>> size.items
     97
 
+    Batches of ever new shapes leave gaps between what torch has cached; with ``expandable_segments:True`` in
+    ``PYTORCH_ALLOC_CONF`` there are few. What lay in gaps when a step ran out is left out of the room after it.
+
     A training keeps its global batch by accumulating micro-batches of these sizes, or trains on token budgets. Where
     the steps of a loop are guarded by `vramfit.survive` too, a step that runs out is done again there, and the
     controller has learnt from it.
@@ -102,7 +105,9 @@ class BatchController:
         except BaseException as error:
             if recognised(error) is not None:
                 self.shortages += 1
-                self._policy.ran_out(size)
+                short = self._source.now()  # frames of the error still hold what the step held
+                gaps = short.reserved - short.allocated
+                self._policy.ran_out(size, wasted=gaps / max(1, before.room))
             raise
         taken = self._source.peak() - before.allocated
         done = StepSize(

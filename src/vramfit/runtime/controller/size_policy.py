@@ -20,6 +20,9 @@ CONTEXT_BYTES = 256 << 20
 _LOADING = 0.85
 """What is left of the room for a newcomer, each step."""
 
+_CLOSING = 0.999
+"""What is left of the part that lay in gaps, each step."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepMode:
@@ -87,7 +90,7 @@ class SizePolicy:
         }
         self._sway, self._coming = 0.0, 0.0
         self._room: int | None = None
-        self._small = 1.0
+        self._small, self._wasted = 1.0, 0.0
         self._overhead, self._per_token = 0.0, 0.0
 
     def decide(self, room_bytes: int, length: int) -> StepSize:
@@ -100,7 +103,8 @@ class SizePolicy:
         if self._room is not None:
             self._follow(self._room - room_bytes)
         self._room = room_bytes
-        room = (room_bytes - max(0.0, self._sway, self._coming)) * self._small
+        room = (room_bytes - max(0.0, self._sway, self._coming)) * self._small * (1 - self._wasted)
+        self._wasted *= _CLOSING
         found = [self._largest(mode, room, length) for mode in self._modes]
         return max(found, key=lambda one: (self._speed(one, length), -one.mode.time))
 
@@ -115,10 +119,16 @@ class SizePolicy:
         if seconds > 0:
             self._time(size.items * length * size.mode.time, seconds)
 
-    def ran_out(self, size: StepSize) -> None:
-        """Learn from a step that ran out of memory: the next one is smaller, and the bound is wider."""
+    def ran_out(self, size: StepSize, wasted: float = 0.0) -> None:
+        """Learn from a step that ran out of memory: the next one is smaller, and the bound is wider.
+
+        Args:
+            wasted: part of the room that lay in gaps when it did; as much is left out of all rooms from here on, and
+                less with each step.
+        """
         self._peaks[size.mode.name].ran_out()
         self._small = max(0.05, self._small * 0.7)
+        self._wasted = min(0.5, max(self._wasted, wasted))
 
     def _follow(self, fall: int) -> None:
         """Follow what others took away since the last step; less than 0 is what they gave back."""
