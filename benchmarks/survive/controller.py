@@ -1,6 +1,6 @@
 """Sizes for each step of a simulated training with neighbours, drifting lengths and leaks: which policy is worth what.
 
-    python benchmarks/survive/controller.py [SEEDS] [STEPS]
+    python benchmarks/survive/controller.py [SEEDS] [STEPS] [POLICY]
 
 Throughput is that of each policy as a part of that of one who knows the future. Times out of memory are counted for
 1,000 steps. What is said of a neighbour that leaves is the steps until a size is 95 % of what the knowing one takes.
@@ -62,10 +62,12 @@ def run(card: Card, policy: Policy) -> Outcome:
     )
 
 
-def main(seeds: int = 20, steps: int = 2000) -> None:
+def main(seeds: int = 20, steps: int = 2000, chosen: str = "") -> None:
     print(f"{seeds} seeds of {steps} steps")
     print(f"{'policy':32} {'throughput':>10} {'least':>7} {'OOM/1000':>9} {'worst':>6} {'back at size':>13}")
     for name, make in POLICIES.items():
+        if chosen not in name:
+            continue
         found = [run(card := Card(seed, steps), make(card)) for seed in range(seeds)]
         returns = [one for outcome in found for one in outcome.returns]
         rates = [1000 * one.shortages / one.steps for one in found]
@@ -78,4 +80,4 @@ def main(seeds: int = 20, steps: int = 2000) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:3]))
+    main(*map(int, sys.argv[1:3]), *sys.argv[3:4])

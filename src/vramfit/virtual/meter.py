@@ -128,11 +128,13 @@ class Meter(StorageMeter[VirtualRecord]):
         record.graph = torch.is_grad_enabled()
         record.module = None
         record.expected = None
+        record.address = 0  # where it finds no place, its storage may still die before it
         self._rest(record, tensor, extents, op)
         try:
             self._place(record, op, category, tensor)
         except torch.OutOfMemoryError:
             self.narrow(record.device, record.below, record.above)
+            record.below = record.above = 0
             raise
         self._note_estimate(record, op)
         self._records[key] = record
