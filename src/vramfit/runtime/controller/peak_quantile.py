@@ -3,7 +3,7 @@
 NOTE [The bound]: memory is linear in what a batch has: items, tokens, and tokens times length where attention is not
 fused. Recursive least squares with forgetting follow it (Haykin, Adaptive Filter Theory, chapter 10), on relative
 errors, since what an allocator adds is a part of the whole. Errors of predictions *before* they are learnt from are
-kept; the bound is the prediction and the largest of the last ones, with a quarter as much again, as in split conformal
+kept; the bound is the prediction and the largest of the last ones, with half as much again, as in split conformal
 prediction (Vovk et al. 2005) at the level that a window allows. It is wider where a batch is unlike those seen (its
 leverage). A step that ran out widens it at once and many good steps narrow it again, as in adaptive conformal inference
 (Gibbs and Candès 2021, arXiv:2106.00170): where running out comes of the bound, its rate settles at the wanted one,
@@ -43,7 +43,7 @@ class QuantileSettings:
     wanted: float = 0.0005
     widening: float = 0.02
     least: float = 0.025
-    inflation: float = 1.25
+    inflation: float = 1.5
     unknown: float = 0.1
 
 
