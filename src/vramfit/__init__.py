@@ -8,6 +8,7 @@
 - `plain_workload`, `transformers_workload`, `lightning_workload`: one of what you have.
 - `chunked`: a call in chunks of its batch or sequence, equal to the whole.
 - `batches`: batches by tokens, none larger than a bound on memory allows.
+- `largest_batch`: the largest batch that a live training's steps fit with, each size run and taken back.
 - `check_leaks`: what grows when a function is called again and again, and who holds it.
 - `annotate`, `join_profile`: names for Nsight Systems, and categories for torch.profiler.
 - `plan`, `fit`, `verify`: the cheapest changes that make a workload fit, the largest size that does, and the proof.

@@ -10,6 +10,7 @@ from . import trace as trace
 from .api.chunking_api import batches as batches
 from .api.chunking_api import chunked as chunked
 from .api.in_process import VirtualGPU as VirtualGPU
+from .api.largest_batch_api import largest_batch as largest_batch
 from .api.leak_check import LeakFoundError as LeakFoundError
 from .api.leak_check import assert_no_leaks as assert_no_leaks
 from .api.leak_check import check_leaks as check_leaks
@@ -28,6 +29,7 @@ from .planner.api import verify as verify
 from .planner.plans import Plan as Plan
 from .record.annotating import annotate as annotate
 from .record.profilers import join_profile as join_profile
+from .runtime.controller.batch_controller import BatchController as BatchController
 from .trace import MemoryTrace as MemoryTrace
 from .virtual.foreign.fake_kernels import fake_kernel as fake_kernel
 from .workload import Workload as Workload

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import pickle
+import traceback
 
 import pytest
 import torch
 from facade_support import virtual_cuda
 
 from vramfit.gpus import find_gpu
+from vramfit.virtual.gpu import VirtualGPU
 
 MIB = 1 << 20
 
@@ -191,3 +193,16 @@ def test_observers_and_metadata(machine):
     assert machine.hooks.oom_observers == [observer]
     torch.cuda.memory._set_memory_metadata("epoch 1")
     assert torch.cuda.memory._get_memory_metadata() == "epoch 1"
+
+
+def test_a_storage_that_found_no_place_may_die_before_its_record(fit_interpreter):
+    """As in a handler that clears the frames of the error one by one."""
+    with VirtualGPU("1GiB"):
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            torch.empty(2 << 30, device="cuda")
+        frames = [frame for frame, _ in traceback.walk_tb(caught.value.__traceback__)]
+        record = next(frame.f_locals["record"] for frame in frames if frame.f_code.co_name == "adopt")
+        traceback.clear_frames(caught.value.__traceback__)
+        del frames, caught
+        assert record() is None
+        assert torch.cuda.memory_allocated() == 0

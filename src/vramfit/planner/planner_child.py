@@ -28,6 +28,7 @@ from vramfit.launch.interrupts import note_interrupts
 from vramfit.launch.job import job_file, tell
 from vramfit.launch.running import leave_after
 from vramfit.plain import from_plain
+from vramfit.planner.batch_prediction import PredictedBatch, largest_on
 from vramfit.planner.batch_shapes import MeasuredShapes, shapes_on
 from vramfit.planner.cheapest_card import cheapest_plan
 from vramfit.planner.chunk_choice import ChosenChunk, quickest_chunk
@@ -51,6 +52,7 @@ from vramfit.planner.planner_job import (
     MeasureShapesJob,
     PlanJob,
     PlannerJob,
+    PredictBatchJob,
     VerifyMemoryJob,
     VerifyValuesJob,
 )
@@ -244,6 +246,13 @@ def measure_shapes(
     return shapes_on(device, workload.model, question, job.memory.budget, progress)
 
 
+def predict_batch(
+    workload: Workload, device: DeviceBackend, job: PredictBatchJob, progress: Progress
+) -> PredictedBatch:
+    """The largest batch for a packed step and what it uses."""
+    return largest_on(device, lambda: workload.batch(batch_size=1), job.memory.budget, progress)
+
+
 TASKS: dict[str, tuple[type[PlannerJob], Callable[..., Any]]] = {
     "plan": (PlanJob, plan),
     "fit": (FitJob, fit),
@@ -254,6 +263,7 @@ TASKS: dict[str, tuple[type[PlannerJob], Callable[..., Any]]] = {
     "choose-tile": (ChooseTileJob, choose_tile),
     "choose-chunk": (ChooseChunkJob, choose_chunk),
     "measure-shapes": (MeasureShapesJob, measure_shapes),
+    "predict-batch": (PredictBatchJob, predict_batch),
 }
 """The kinds of job, and what does each."""
 

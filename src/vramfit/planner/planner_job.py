@@ -285,6 +285,13 @@ class MeasureShapesJob(PlannerJob):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PredictBatchJob(PlannerJob):
+    """The largest batch for a live model's own step, which the target holds; `memory` as of a `ChooseTileJob`."""
+
+    task: str = "predict-batch"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Answer(Generic[Found]):
     """What the child found.
 

@@ -121,6 +121,7 @@ class CpuMeter(StorageMeter[StorageRecord]):
             record.nbytes = storage.nbytes()
             record.graph = torch.is_grad_enabled()
             record.module = None
+            record.address = 0  # where it finds no place, its storage may still die before it
             self._place(record, op, category, tensor)
             self._records[key] = record
         elif record.nbytes != (nbytes := storage.nbytes()):

@@ -128,15 +128,14 @@ class Meter(StorageMeter[VirtualRecord]):
         record.graph = torch.is_grad_enabled()
         record.module = None
         record.expected = None
-        record.address, record.row = (
-            0,
-            -1,
-        )  # a program that catches the error may drop the storage before this record
+        # A program that catches the error may drop the storage before this record.
+        record.address, record.row = 0, -1
         self._rest(record, tensor, extents, op)
         try:
             self._place(record, op, category, tensor)
         except torch.OutOfMemoryError:
             self.narrow(record.device, record.below, record.above)
+            record.below = record.above = 0
             raise
         self._note_estimate(record, op)
         self._records[key] = record
@@ -165,6 +164,7 @@ class Meter(StorageMeter[VirtualRecord]):
             self.collect()
         storage, phases = tensor.untyped_storage(), self.phases
         record = VirtualRecord(storage, self._dead.append)
+        record.address = 0  # as in `adopt`
         record.key = storage._cdata
         record.device = device
         record.nbytes = nbytes
