@@ -16,6 +16,8 @@ from .api.leak_check import check_leaks as check_leaks
 from .api.programs import Report as Report
 from .api.programs import run as run
 from .api.tiling_api import tiled as tiled
+from .api.together_api import Together as Together
+from .api.together_api import together as together
 from .api.tracking import Track as Track
 from .api.tracking import snapshot as snapshot
 from .api.tracking import track as track
