@@ -49,10 +49,12 @@ from vramfit.planner.planner_job import (
     MeasureJob,
     PlanJob,
     PlannerJob,
+    RequestPeakJob,
     VerifyMemoryJob,
     VerifyValuesJob,
 )
 from vramfit.planner.plans import Plan, plan_request, sizes_of
+from vramfit.planner.request_peak import RequestPeak, measured_request
 from vramfit.planner.search import PlanFound
 from vramfit.planner.search_cache import SearchCache
 from vramfit.planner.search_clock import SearchClock, interruptible
@@ -234,6 +236,14 @@ def choose_chunk(
     return quickest_chunk(device, workload.model, question, job.memory.budget, progress)
 
 
+def request_peak(
+    workload: Workload, device: DeviceBackend, job: RequestPeakJob, progress: Progress
+) -> RequestPeak:
+    """What a packed call takes."""
+    del job, progress
+    return measured_request(device, workload.model, workload.batch(batch_size=1))
+
+
 TASKS: dict[str, tuple[type[PlannerJob], Callable[..., Any]]] = {
     "plan": (PlanJob, plan),
     "fit": (FitJob, fit),
@@ -243,6 +253,7 @@ TASKS: dict[str, tuple[type[PlannerJob], Callable[..., Any]]] = {
     "verify-values": (VerifyValuesJob, verify_values),
     "choose-tile": (ChooseTileJob, choose_tile),
     "choose-chunk": (ChooseChunkJob, choose_chunk),
+    "request-peak": (RequestPeakJob, request_peak),
 }
 """The kinds of job, and what does each."""
 

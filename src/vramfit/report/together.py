@@ -11,6 +11,7 @@ from rich.text import Text
 
 from vramfit.analysis import CardSharing, Moment, SharedProcess, SharingOutcome, StepMeeting, short_location
 from vramfit.report.folding import broken, table
+from vramfit.report.json_report import moment_to_json
 from vramfit.report.rendering import json_values, printed_as_page
 from vramfit.report.text import seconds, short_op
 from vramfit.units import counted, format_bytes
@@ -127,6 +128,8 @@ def _limits(found: CardSharing) -> Iterator[str]:
     for one in found.processes:
         if one.fraction is not None:
             yield _limit(one, found.card_bytes)
+    if found.fits:
+        return
     if found.in_turns is not None:
         yield (
             f"In turns, with torch.cuda.empty_cache() after each step and a lock around the step: "
@@ -186,7 +189,7 @@ def _modes(found: CardSharing) -> Iterator[str]:
     )
     low, high = found.mps
     yield (
-        f"MPS: from {format_bytes(low)} to {format_bytes(high)}, of which limits leave out the server's part; "
+        f"MPS: from {format_bytes(low)} to {format_bytes(high)} with its server and what clients may take more; "
         f"kernels overlap, so between {longest} and {total}"
     )
     if found.fits and high > found.card_bytes:
@@ -219,7 +222,7 @@ def _json_values(found: CardSharing) -> dict[str, Any]:
             "bytes": found.worst.bytes,
             "seconds": found.worst.seconds,
             "parts": [
-                {"bytes": part, "moment": None if moment is None else _moment_values(moment)}
+                {"bytes": part, "moment": None if moment is None else moment_to_json(moment)}
                 for part, moment in zip(found.worst.parts, found.worst.moments, strict=True)
             ],
         },
@@ -249,18 +252,6 @@ def _process_values(one: SharedProcess) -> dict[str, Any]:
         "fraction": one.fraction,
         "seconds": one.seconds,
         "step_seconds": one.step_seconds,
-    }
-
-
-def _moment_values(moment: Moment) -> dict[str, Any]:
-    return {
-        "event": moment.row,
-        "time_us": moment.time_us,
-        "phase": moment.phase,
-        "op": moment.op,
-        "line": None
-        if moment.line is None
-        else {"file": moment.line.filename, "line": moment.line.line, "function": moment.line.name},
     }
 
 
