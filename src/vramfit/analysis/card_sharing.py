@@ -233,7 +233,7 @@ def share_card(runs: Sequence[Run], names: Sequence[str], card: GpuSpec) -> Card
     found = [_process(run, name, at, card) for run, name, at in zip(runs, names, devices, strict=True)]
     pairs = list(zip(runs, devices, strict=True))
     total = card.total_bytes
-    fractions = _fractions(found, total)
+    fractions = shared_fractions(found, total)
     turns = _turns(found)
     alone = all(one.fits_alone for one in found)
     contexts = sum(one.context for one in found)
@@ -341,7 +341,7 @@ def largest_sets(sizes: Sequence[int], room: int) -> tuple[tuple[int, ...], ...]
     return tuple(sorted(found, key=lambda chosen: (-sum(sizes[at] for at in chosen), chosen)))
 
 
-def _fractions(processes: Sequence[SharedProcess], total: int) -> list[float] | None:
+def shared_fractions(processes: Sequence[SharedProcess], total: int) -> list[float] | None:
     """A fraction of the card for each, with what is spare shared out by size; None where the smallest do not fit.
 
     In whole parts of 1 / _FRACTIONS, rounded so that none gets less than it needs and all together no more than

@@ -24,6 +24,11 @@ _RECORDINGS = (".vft", ".pickle", ".pkl", ".gz", ".json")
 class Together:
     """What several programs take side by side; `together` makes it.
 
+    >>> _ = Path("train.py").write_text("import torch; torch.nn.Linear(4096, 4096).cuda()")
+    >>> both = vramfit.together("train.py", "train.py", gpu="RTX 4090")
+    >>> [process.fraction for process in both.sharing.processes]
+    [0.483808, 0.483808]
+
     Attributes:
         sharing: what was found.
         runs: each program by itself.
@@ -82,7 +87,7 @@ def together(
     >>> _ = Path("train.py").write_text("import torch; torch.nn.Linear(4096, 4096).cuda()")
     >>> both = vramfit.together("train.py", ["train.py", "--epochs", "3"], gpu="RTX 4090")
     >>> both.fits, both.total_bytes
-    (True, 964689920)
+    (True, 960495616)
 
     Args:
         programs: from two on. Each a script, a list of a script and its arguments, a trace (``.vft``) or torch

@@ -57,7 +57,7 @@ def request_peak(
     >>> from vramfit.planner.request_peak import request_peak
     >>> model = torch.nn.Sequential(torch.nn.Linear(1024, 4096), torch.nn.GELU(), torch.nn.Linear(4096, 1024))
     >>> request_peak(model, torch.ones(512, 1024), gpu="RTX 4090").bytes
-    33521664
+    44019712
 
     Args:
         model: its values stay here, its structure goes to another process, which needs nothing but that.
