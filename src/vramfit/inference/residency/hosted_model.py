@@ -56,11 +56,11 @@ class _Place:
 
 
 class HostedModel:
-    """A model whose tensors are on the host, or on the device while it visits.
+    """A model whose tensors are on the host, or on the device while it visits. `take_over` comes first.
 
     Args:
         name: for messages.
-        model: on the CPU, with plain tensors. Their memory becomes the block's; the values stay.
+        model: on the CPU, with plain tensors.
         device: where it visits.
         pinned: whether the block is page-locked, so that a copy runs at the speed of the link.
 
@@ -77,16 +77,21 @@ class HostedModel:
         for path, tensor in tensors.items():
             _check_tensor(name, path, tensor)
         self._places, self.nbytes = _laid_out(model, tensors)
-        self._host = torch.empty(self.nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+        self._pinned = pinned
+        self._host: torch.Tensor | None = None
         self._block: torch.Tensor | None = None
-        self._loose: set[tuple[nn.Module, str]] = set()
         self._known = {id(place.tensor) for place in self._places}
-        with torch.no_grad():
-            views = [place.inside(self._host) for place in self._places]
+
+    def take_over(self) -> None:
+        """Move the tensors into the block on the host; the values stay."""
+        host = torch.empty(self.nbytes, dtype=torch.uint8, device="cpu", pin_memory=self._pinned)
+        with torch.inference_mode(False), torch.no_grad():
+            views = [place.inside(host) for place in self._places]
             for place, view in zip(self._places, views, strict=True):
                 view.copy_(place.tensor)
             for place, view in zip(self._places, views, strict=True):
                 place.tensor.data = view
+        self._host = host
 
     @property
     def device_bytes(self) -> int:
@@ -106,11 +111,12 @@ class HostedModel:
         """
         if self._block is not None:
             return
+        assert self._host is not None
         with torch.inference_mode(False), torch.no_grad():
             block = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
             block.copy_(self._host, non_blocking=True)
-            loose = [(owner, key, owner._buffers[key]) for owner, key in self._loose_buffers()]
-            moved = [tensor.to(self.device) for _, _, tensor in loose if tensor is not None]
+            loose = self._loose_buffers()
+            moved = [tensor.to(self.device) for _, _, tensor in loose]
             views = [place.inside(block) for place in self._places]
             # From here on nothing fails.
             for (owner, key, _), tensor in zip(loose, moved, strict=True):
@@ -125,13 +131,13 @@ class HostedModel:
 
         The caller sees to it that nothing of the device still reads it.
         """
-        if self._block is None:
+        if self._block is None or self._host is None:
             return 0
-        written = 0
+        host, written = self._host, 0
         with torch.inference_mode(False), torch.no_grad():
-            loose = [(owner, key, owner._buffers[key]) for owner, key in self._loose_buffers()]
-            moved = [tensor.to("cpu") for _, _, tensor in loose if tensor is not None]
-            views = [place.inside(self._host) for place in self._places]
+            loose = self._loose_buffers()
+            moved = [tensor.to("cpu") for _, _, tensor in loose]
+            views = [place.inside(host) for place in self._places]
             for place, view in zip(self._places, views, strict=True):
                 if place.was_written:
                     view.copy_(place.tensor)
@@ -143,10 +149,10 @@ class HostedModel:
         self._block = None
         return written
 
-    def _loose_buffers(self) -> list[tuple[nn.Module, str]]:
+    def _loose_buffers(self) -> list[tuple[nn.Module, str, torch.Tensor]]:
         """Buffers that are other tensors than at first, as a cache that grows; they move by themselves."""
         return [
-            (module, key)
+            (module, key, buffer)
             for module in self.model.modules()
             for key, buffer in module._buffers.items()
             if buffer is not None and id(buffer) not in self._known

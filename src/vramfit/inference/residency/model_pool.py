@@ -88,9 +88,12 @@ class ModelPool:
             name: SizedModel(name=name, weight_bytes=one.device_bytes, request_bytes=requests[name])
             for name, one in self._hosted.items()
         }
-        for one in self._sized.values():
-            if one.weight_bytes + one.request_bytes > self._budget:
-                raise too_large(one, self._budget)
+        _check_apart(models)
+        for size in self._sized.values():
+            if size.weight_bytes + size.request_bytes > self._budget:
+                raise too_large(size, self._budget)
+        for one in self._hosted.values():  # nothing was touched before all was found to be right
+            one.take_over()
 
     @property
     def budget(self) -> int:
@@ -268,17 +271,26 @@ class ModelPool:
 
 
 def _check_models(models: Any) -> None:
-    """Make sure that there are models, and that no tensor is in two of them.
+    """Make sure that there are models.
 
     Raises:
-        UsageError: there are none, or two share one.
+        UsageError: there are none, or one is none.
     """
     if not isinstance(models, Mapping) or not models:
         raise UsageError("there are no models", 'Give a dict of them: {"name": model}')
-    owners: dict[int, str] = {}
     for name, model in models.items():
         if not isinstance(model, nn.Module):
             raise UsageError(f"{name} is of type {type(model).__name__}, no model", "Give a torch.nn.Module")
+
+
+def _check_apart(models: Mapping[str, nn.Module]) -> None:
+    """Make sure that no memory is in two models.
+
+    Raises:
+        UsageError: one moved with the other.
+    """
+    owners: dict[int, str] = {}
+    for name, model in models.items():
         for path, tensor in [*model.named_parameters(), *model.named_buffers()]:
             owner = owners.setdefault(tensor.untyped_storage()._cdata, name)
             if owner != name and tensor.numel():
