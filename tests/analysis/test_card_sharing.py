@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import replace
 from itertools import combinations
 
@@ -12,10 +13,10 @@ from hypothesis import strategies as st
 from tests.virtual.conftest import fit_interpreter
 from torch import nn
 
-from analysis.synthetic import Recorder, fitting_run, virtual_run
+from analysis.synthetic import Recorder, quick_run, virtual_run
 from vramfit.analysis import CardSharing, SharedProcess, SharingOutcome, run_from_trace, share_card
 from vramfit.analysis.card_sharing import MPS_MORE, MPS_SERVER, largest_sets, shared_fractions
-from vramfit.analysis.process_limits import LeastLimit
+from vramfit.analysis.process_limits import LeastLimit, parked
 from vramfit.errors import UsageError
 from vramfit.gpus import GpuSpec, find_gpu
 from vramfit.trace import Rehearsal, Run
@@ -28,7 +29,7 @@ CARD = find_gpu("RTX 4090")
 
 
 def shared(count: int = 2, card: GpuSpec = CARD) -> CardSharing:
-    return share_card([fitting_run()] * count, [f"p{at}" for at in range(count)], card)
+    return share_card([quick_run()] * count, [f"p{at}" for at in range(count)], card)
 
 
 def card_of(total: int) -> GpuSpec:
@@ -38,7 +39,7 @@ def card_of(total: int) -> GpuSpec:
 
 def test_contexts_and_reserved_memory_add_up() -> None:
     found = shared()
-    (device,) = fitting_run().devices
+    (device,) = quick_run().devices
     each = device.context_bytes + found.processes[0].reserved
     assert found.total == 2 * each
     assert found.free == CARD.total_bytes - 2 * each
@@ -58,7 +59,7 @@ def test_one_context_at_least_is_shared_before_volta() -> None:
 
 
 def test_time_slicing_adds_up_the_seconds() -> None:
-    run = replace(fitting_run(), seconds_simulated=1.5)
+    run = replace(quick_run(), seconds_simulated=1.5)
     assert share_card([run, run], ["a", "b"], CARD).seconds_in_turns == 3.0
 
 
@@ -129,14 +130,14 @@ def test_too_few_and_too_many_are_refused(count: int) -> None:
 
 def test_a_run_of_another_card_is_refused() -> None:
     with pytest.raises(UsageError, match=r"p1 is of another card: RTX 4090 with .* not RTX 3090"):
-        share_card([fitting_run()] * 2, ["p1", "p2"], find_gpu("RTX 3090"))
+        share_card([quick_run()] * 2, ["p1", "p2"], find_gpu("RTX 3090"))
 
 
 def test_a_run_without_a_card_and_one_of_two_are_refused() -> None:
     empty = Recorder()
     with pytest.raises(UsageError, match="none never used a card"):
-        share_card([virtual_run(empty.finish()), fitting_run()], ["none", "b"], CARD)
-    run = fitting_run()
+        share_card([virtual_run(empty.finish()), quick_run()], ["none", "b"], CARD)
+    run = quick_run()
     two = replace(run, devices=(run.devices[0], replace(run.devices[0], index=1)))
     with pytest.raises(UsageError, match="two uses 2 cards"):
         share_card([two, run], ["two", "b"], CARD)
@@ -145,18 +146,20 @@ def test_a_run_without_a_card_and_one_of_two_are_refused() -> None:
 # -- against runs on the virtual GPU ---------------------------------------------------------------------------
 
 
-def training(*, empties: bool = False) -> int:
-    """Four steps; gives what is reserved after the last."""
+def training(*, empties: Container[int] = ()) -> list[int]:
+    """Four steps; gives what is reserved after each."""
+    reserved = []
     block = [nn.Sequential(nn.Linear(2048, 8192), nn.GELU(), nn.Linear(8192, 2048)) for _ in range(4)]
     model = nn.Sequential(*block).cuda()
     optimizer = torch.optim.AdamW(model.parameters())
-    for _ in range(4):
+    for step in range(4):
         model(torch.randn(4096, 2048, device="cuda")).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        if empties:
+        if step in empties:
             torch.cuda.empty_cache()
-    return torch.cuda.memory_reserved()
+        reserved.append(torch.cuda.memory_reserved())
+    return reserved
 
 
 def trained(alloc_conf: str = "") -> Run:
@@ -198,12 +201,26 @@ def test_limits_are_given_where_the_peaks_do_not_fit(plain: Run) -> None:
     assert none.outcome is SharingOutcome.DOES_NOT_FIT
 
 
-def test_what_is_left_after_emptying_is_what_the_program_reads(plain: Run) -> None:
+def test_emptied_caches_are_replayed_as_they_run(plain: Run) -> None:
+    with VirtualGPU("RTX 4090", alloc_conf="") as gpu:
+        left = training(empties=range(4))
+    found = parked(plain.trace, 0, Rehearsal(plain.trace, 0))
+    assert found is not None
+    assert found.replayed
+    assert found.emptied == max(left[:-1])  # the last one is after the last step
+    assert found.peak == gpu.run.devices[0].peak_reserved_bytes
+    once = parked(plain.trace)
+    assert once is not None
+    assert (once.replayed, once.allocated, once.reserved) == (False, found.allocated, found.reserved)
+    assert once.peak == plain.devices[0].peak_reserved_bytes
+
+
+def test_what_one_emptying_leaves_is_what_the_program_reads(plain: Run) -> None:
     with VirtualGPU("RTX 4090", alloc_conf=""):
-        left = training(empties=True)
-    found = share_card([plain] * 2, ["a", "b"], CARD).processes[0]
-    assert found.between_steps is not None
-    assert found.between_steps.emptied == left
+        before, left = training()[2], training(empties=[2])[2]
+    found = parked(plain.trace)
+    assert found is not None
+    assert (found.reserved, found.emptied) == (before, left)
 
 
 def test_expandable_segments_are_replayed_as_they_run(plain: Run) -> None:

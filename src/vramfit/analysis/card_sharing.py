@@ -87,7 +87,8 @@ class SharedProcess:
         reserved, allocated: peaks.
         reserved_above: by how much the peak of reserved memory may be higher, sizes being estimated.
         fits_alone: whether it ran to its end on the card by itself.
-        least: the smallest limit within which its requests are served; None where the trace is too long to replay.
+        least: the smallest limit within which its requests are served; None where the trace is too long to
+            replay, or the program ran out by itself.
         expandable: peak of reserved memory with expandable segments; None as well.
         between_steps: what it holds between two steps; None where its trace shows no steps.
         seconds: of the run, by the clock of the trace; simulated on a virtual GPU.
@@ -230,8 +231,9 @@ def share_card(runs: Sequence[Run], names: Sequence[str], card: GpuSpec) -> Card
             f"{len(runs)} programs cannot be looked at together", f"Give from 2 to {MOST_PROGRAMS}"
         )
     devices = [_device_of(run, name, card) for run, name in zip(runs, names, strict=True)]
-    found = [_process(run, name, at, card) for run, name, at in zip(runs, names, devices, strict=True)]
     pairs = list(zip(runs, devices, strict=True))
+    known = {id(run): _process(run, at, card) for run, at in pairs}  # one run may stand for several processes
+    found = [replace(known[id(run)], name=name) for run, name in zip(runs, names, strict=True)]
     total = card.total_bytes
     fractions = shared_fractions(found, total)
     turns = _turns(found)
@@ -299,17 +301,17 @@ def _is_of(device: DeviceOutcome, card: GpuSpec) -> bool:
         return device.total_bytes in (0, card.total_bytes)
 
 
-def _process(run: Run, name: str, device: int, card: GpuSpec) -> SharedProcess:
+def _process(run: Run, device: int, card: GpuSpec) -> SharedProcess:
     """One process. A snapshot of torch does not tell its context, which is then what the card's usually is."""
     trace = run.trace
     outcome = next(one for one in run.devices if one.index == device)
     curves = DeviceTimeline.of(trace, device).curves
     reserved, allocated = curves.peak(Measure.RESERVED), curves.peak(Measure.ALLOCATED)
-    short = len(trace) <= REPLAYED_EVENTS
-    rehearsal = Rehearsal(trace, device) if short else None
+    whole = not run.ran_out and len(trace) <= REPLAYED_EVENTS
+    rehearsal = Rehearsal(trace, device) if whole else None
     step = step_curve(trace, device)
     return SharedProcess(
-        name=name,
+        name="",
         context=outcome.context_bytes or card.typical_context_bytes,
         reserved=reserved,
         allocated=allocated,
@@ -317,7 +319,7 @@ def _process(run: Run, name: str, device: int, card: GpuSpec) -> SharedProcess:
         fits_alone=not run.ran_out,
         least=None if rehearsal is None else least_limit(rehearsal, allocated, reserved),
         expandable=None if rehearsal is None else expandable_peak(rehearsal),
-        between_steps=parked(trace, device),
+        between_steps=parked(trace, device, rehearsal),
         seconds=run.seconds_simulated or run_curve(trace, device).seconds,
         step_seconds=None if step is None else step.seconds,
     )
@@ -360,12 +362,11 @@ def shared_fractions(processes: Sequence[SharedProcess], total: int) -> list[flo
 
 def _turns(processes: Sequence[SharedProcess]) -> int | None:
     """What is taken if one runs a step while the others wait with empty caches; None where one has no steps."""
-    waiting = [one.between_steps for one in processes]
-    if any(one is None for one in waiting):
+    waiting = [one.between_steps for one in processes if one.between_steps is not None]
+    if len(waiting) < len(processes):
         return None
-    idle = [one.emptied for one in waiting if one is not None]
-    most = max(one.reserved - rest for one, rest in zip(processes, idle, strict=True))
-    return sum(one.context for one in processes) + sum(idle) + most
+    most = max(one.peak - one.emptied for one in waiting)
+    return sum(one.context for one in processes) + sum(one.emptied for one in waiting) + most
 
 
 def _under_mps(processes: Sequence[SharedProcess], card: GpuSpec) -> tuple[int, int]:

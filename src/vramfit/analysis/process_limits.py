@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from vramfit.allocator import AllocatorConfig
+from vramfit.analysis._lifetimes import Ints, Measure
 from vramfit.analysis._phases import StepSource, steps
 from vramfit.analysis.device_timeline import DeviceTimeline
 from vramfit.analysis.occupancy import fragmentation
-from vramfit.trace import MemoryTrace, Rehearsal
+from vramfit.trace import EventKind, MemoryTrace, Rehearsal
 from vramfit.trace.replay.players import WhatIfPlayer
 from vramfit.trace.replay.replaying import UNKNOWN_TOTAL
+from vramfit.trace.replay.steps import FREE, SPECIAL, Special
 from vramfit.units import MIB
 
 REPLAYED_EVENTS = 200_000
@@ -38,17 +41,22 @@ class LeastLimit:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parked:
-    """A program that waits between two steps. Bytes.
+    """A program that gives its cache back between its steps. Bytes.
 
     Attributes:
-        allocated: what its tensors hold then.
-        reserved: what the allocator holds then.
-        emptied: what it still holds after ``empty_cache``: segments with a live block in them stay whole.
+        allocated: what its tensors hold between the last two steps.
+        reserved: what the allocator holds then, if nothing is given back.
+        emptied: the most that is still reserved after an ``empty_cache`` there: segments with a live block stay whole.
+        peak: the most that is reserved during the run.
+        replayed: whether that is so with an ``empty_cache`` between all steps; otherwise, for a long trace, ``emptied``
+            is what a single one leaves, and ``peak`` that of the run as it was.
     """
 
     allocated: int
     reserved: int
     emptied: int
+    peak: int
+    replayed: bool
 
 
 def least_limit(rehearsal: Rehearsal, peak_allocated: int, peak_reserved: int) -> LeastLimit:
@@ -61,7 +69,7 @@ def least_limit(rehearsal: Rehearsal, peak_allocated: int, peak_reserved: int) -
         peak_allocated, peak_reserved: of the same device.
     """
     allowed = _play(rehearsal, UNKNOWN_TOTAL).ooms
-    low, high = -(-peak_allocated // _GRAIN) * _GRAIN, max(1, peak_reserved)
+    low, high = max(_GRAIN, -(-peak_allocated // _GRAIN) * _GRAIN), peak_reserved
     best = LeastLimit(bytes=high, retries=0)
     limit = low
     for _ in range(_LOOKS):
@@ -89,19 +97,88 @@ def expandable_peak(rehearsal: Rehearsal) -> int:
     return rehearsal.play(config).peaks.peak_reserved
 
 
-def parked(trace: MemoryTrace, device: int = 0) -> Parked | None:
-    """What a program holds between the last two steps at the moment with the fewest live bytes there.
+def parked(trace: MemoryTrace, device: int = 0, rehearsal: Rehearsal | None = None) -> Parked | None:
+    """What a program holds between its steps, each time at the moment with the fewest live bytes there.
 
-    A moment counts from the last fifth of one step to the first of the next: gradients are dropped at either side.
+    Such a moment is between the last fifth of one step and the first of the next: gradients are dropped at either side.
     None where the trace shows no steps.
+
+    Args:
+        rehearsal: the requests of the device, to be replayed; None for a trace that is too long.
     """
     found = steps(trace, device)
     if found.source not in (StepSource.PHASES, StepSource.MARKS) or len(found) < 2:
         return None
-    curve = DeviceTimeline.of(trace, device).curves.allocated
-    row = int(found.rows[-1])
-    before = row - (row - max(0, int(found.rows[-2]))) // 5
-    after = row + (len(trace) - 1 - row) // 5
-    row = max(0, before) + int(np.argmin(curve[max(0, before) : after + 1]))
-    held = fragmentation(trace, DeviceTimeline.of(trace, device).lives, row)
-    return Parked(allocated=int(curve[row]), reserved=held.reserved, emptied=held.reserved - held.releasable)
+    timeline = DeviceTimeline.of(trace, device)
+    edges = [*found.rows.tolist(), len(trace) - 1]
+    rows = [
+        _quietest(timeline.curves.allocated, before, row, after)
+        for before, row, after in zip(edges, edges[1:], edges[2:], strict=False)
+    ]
+    held = fragmentation(trace, timeline.lives, rows[-1])
+    allocated = int(timeline.curves.allocated[rows[-1]])
+    if rehearsal is None:
+        return Parked(
+            allocated=allocated,
+            reserved=held.reserved,
+            emptied=held.reserved - held.releasable,
+            peak=timeline.curves.peak(Measure.RESERVED),
+            replayed=False,
+        )
+    player = _EmptyingPlayer(rehearsal, _requests_before(trace, device, rows))
+    rehearsal.run(player)
+    return Parked(
+        allocated=allocated,
+        reserved=held.reserved,
+        emptied=max(player.left, default=held.reserved),
+        peak=player.allocator.peak_reserved_bytes,
+        replayed=True,
+    )
+
+
+def _quietest(live: Ints, before: int, row: int, after: int) -> int:
+    """The event near ``row`` after which the fewest bytes are live: up to a fifth of the way to its neighbours."""
+    first, last = max(0, row - (row - before) // 5), row + (after - row) // 5
+    return first + int(np.argmin(live[first : last + 1]))
+
+
+def _requests_before(trace: MemoryTrace, device: int, rows: Sequence[int]) -> list[int]:
+    """How many requests of a device there are up to each event."""
+    requests = np.flatnonzero((trace.kind == EventKind.ALLOC) & (trace.device == device))
+    return np.searchsorted(requests, rows, side="right").tolist()
+
+
+class _EmptyingPlayer(WhatIfPlayer):
+    """Empties the cache before some of the requests, as a program that calls ``empty_cache`` there.
+
+    Attributes:
+        left: what is still reserved after each.
+    """
+
+    def __init__(self, rehearsal: Rehearsal, before: Sequence[int]) -> None:
+        """``before`` counts requests."""
+        self.left: list[int] = []
+        plan, mark = rehearsal.plan, Special(EventKind.SEGMENT_FREE)
+        self._mark = mark
+        addresses, sizes, specials = [], [], []
+        coming, wanted, number = iter(plan.specials), set(before), 0
+        for address, size in zip(plan.addresses, plan.sizes, strict=True):
+            special = next(coming) if size < FREE else None
+            if size > FREE or (special is not None and special.kind == EventKind.ALLOC):
+                if number in wanted:
+                    addresses.append(0)
+                    sizes.append(SPECIAL)
+                    specials.append(mark)
+                number += 1
+            addresses.append(address)
+            sizes.append(size)
+            if special is not None:
+                specials.append(special)
+        changed = replace(plan, addresses=addresses, sizes=sizes, specials=specials)
+        super().__init__(changed, rehearsal.config, rehearsal.version, UNKNOWN_TOTAL)
+
+    def special(self, special: Special, address: int) -> None:
+        """Serve a step that is more than one call, and note what an emptied cache leaves."""
+        super().special(special, address)
+        if special is self._mark:
+            self.left.append(self.allocator.reserved_bytes)

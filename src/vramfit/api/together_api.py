@@ -13,6 +13,7 @@ from vramfit.api.programs import Report, run
 from vramfit.arguments import path_argument, shown
 from vramfit.errors import UsageError, VramfitError
 from vramfit.gpus import GpuSpec, find_gpu
+from vramfit.launch.limits import limits_from
 from vramfit.report import json_text, print_report, render, to_json
 from vramfit.trace import MemoryTrace, Run, read_any
 
@@ -103,6 +104,7 @@ def together(
         VramfitError: a program failed for another reason than memory.
     """
     spec = find_gpu(gpu)
+    limits_from(options.get("steps"), options.get("time"))
     given = [_checked(one, at) for at, one in enumerate(programs)]
     if len(given) < 2:
         raise UsageError("programs are told side by side from two on", "Give another, or use vramfit.run")

@@ -83,7 +83,7 @@ def _words(text: str) -> list[str]:
         UsageError: there is no such script, or its quotes do not end.
         VramfitError: python could not compile it.
     """
-    if Path(text).exists():
+    if text and Path(text).exists():
         words = [text]
     else:
         try:

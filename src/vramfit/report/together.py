@@ -57,7 +57,7 @@ class _Page:
             yield from broken(Text(f"  {line}"), self.width, indent=2)
 
     def _processes(self, found: CardSharing) -> Iterator[Text]:
-        heads = ("process", "context", "reserved", "of it live", "least", "expandable", "between steps")
+        heads = ("process", "context", "reserved", "of it live", "least", "expandable", "emptied")
         rows = [
             [
                 Text(one.name),
@@ -248,6 +248,8 @@ def _process_values(one: SharedProcess) -> dict[str, Any]:
             "allocated_bytes": waiting.allocated,
             "reserved_bytes": waiting.reserved,
             "emptied_bytes": waiting.emptied,
+            "peak_bytes": waiting.peak,
+            "replayed": waiting.replayed,
         },
         "fraction": one.fraction,
         "seconds": one.seconds,

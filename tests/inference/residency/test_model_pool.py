@@ -384,6 +384,7 @@ def shared() -> dict[str, nn.Module]:
         ({"a": nn.Linear(4, 4)}, {"budget": "8 apples"}, "budget='8 apples' cannot be read"),
         ({"a": nn.Linear(4, 4)}, {}, "nothing says how much the models may take"),
         ({"a": nn.Linear(4, 4)}, {"device": None}, "there is no CUDA device"),
+        ({"a": nn.Linear(4, 4)}, {"device": "tpu9"}, "device='tpu9' is no device"),
         (
             {"a": nn.ParameterList([torch.eye(2).to_sparse()])},
             {"budget": "8MiB"},

@@ -13,8 +13,8 @@ from typing import Protocol
 from vramfit.inference.residency.placement import SizedModel
 
 HALF_LIFE = 128
-"""Requests after which one counts half. Of the powers of two from 16 to 1,024 it moves the fewest bytes over stationary
-and shifting requests together (benchmarks/language/residency.py --half-lives); 64 to 512 differ by less than 1 %."""
+"""Requests after which one counts half. From 16 to 1,024 what moves differs by about 1 %: longer is better while the
+same models stay popular, shorter when others become so (benchmarks/language/residency.py --half-lives)."""
 _EXACT = 12
 """Models on the card of which every set is weighed; of more the least likely ones go first."""
 

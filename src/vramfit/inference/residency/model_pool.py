@@ -300,8 +300,16 @@ def _check_apart(models: Mapping[str, nn.Module]) -> None:
                 )
 
 
-def _device(given: torch.device | str | None) -> torch.device:
-    device = torch.device("cuda" if given is None else given)
+def _device(given: Any) -> torch.device:
+    """The device, a card by its number.
+
+    Raises:
+        UsageError: there is no such device.
+    """
+    try:
+        device = torch.device("cuda" if given is None else given)
+    except (RuntimeError, TypeError):
+        raise UsageError(f"device={shown(given)} is no device", 'Give "cuda", "cuda:1" or "cpu"') from None
     if device.type == "cuda" and device.index is None:
         if not torch.cuda.is_available():
             raise UsageError("there is no CUDA device", 'Give device="cpu", or use a VirtualGPU')
