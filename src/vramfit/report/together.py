@@ -148,7 +148,7 @@ def _limit(one: SharedProcess, card_bytes: int) -> str:
         return f"{told}, as much as it reserves or more"
     flushes = 0 if one.least is None else one.least.retries
     if one.expandable is not None and one.expandable <= share:
-        return f"{told}; with expandable_segments:True it needs {format_bytes(one.expandable)} and no more than that"
+        return f"{told}; with expandable_segments:True its peak is {format_bytes(one.expandable)}"
     return f"{told}; the whole cache is given back {counted(flushes, 'time')} on the way, which waits for the card"
 
 
