@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -100,8 +101,8 @@ def expandable_peak(rehearsal: Rehearsal) -> int:
 def parked(trace: MemoryTrace, device: int = 0, rehearsal: Rehearsal | None = None) -> Parked | None:
     """What a program holds between its steps, each time at the moment with the fewest live bytes there.
 
-    Such a moment is between the last fifth of one step and the first of the next: gradients are dropped at either side.
-    None where the trace shows no steps.
+    Such a moment is in the last fifth of a step, which reaches up to the forward pass of the next: gradients are gone,
+    and the next batch is not there yet. None where the trace shows no steps.
 
     Args:
         rehearsal: the requests of the device, to be replayed; None for a trace that is too long.
@@ -110,10 +111,8 @@ def parked(trace: MemoryTrace, device: int = 0, rehearsal: Rehearsal | None = No
     if found.source not in (StepSource.PHASES, StepSource.MARKS) or len(found) < 2:
         return None
     timeline = DeviceTimeline.of(trace, device)
-    edges = [*found.rows.tolist(), len(trace) - 1]
     rows = [
-        _quietest(timeline.curves.allocated, before, row, after)
-        for before, row, after in zip(edges, edges[1:], edges[2:], strict=False)
+        _quietest(timeline.curves.allocated, before, row) for before, row in pairwise(found.rows.tolist())
     ]
     held = fragmentation(trace, timeline.lives, rows[-1])
     allocated = int(timeline.curves.allocated[rows[-1]])
@@ -136,16 +135,16 @@ def parked(trace: MemoryTrace, device: int = 0, rehearsal: Rehearsal | None = No
     )
 
 
-def _quietest(live: Ints, before: int, row: int, after: int) -> int:
-    """The event near ``row`` after which the fewest bytes are live: up to a fifth of the way to its neighbours."""
-    first, last = max(0, row - (row - before) // 5), row + (after - row) // 5
-    return first + int(np.argmin(live[first : last + 1]))
+def _quietest(live: Ints, before: int, row: int) -> int:
+    """The event with the fewest live bytes after it in the last fifth before event ``row``; the last of equals."""
+    first = max(0, row - (row - before) // 5)
+    return row - int(np.argmin(live[first : row + 1][::-1]))
 
 
 def _requests_before(trace: MemoryTrace, device: int, rows: Sequence[int]) -> list[int]:
     """How many requests of a device there are up to each event."""
     requests = np.flatnonzero((trace.kind == EventKind.ALLOC) & (trace.device == device))
-    return np.searchsorted(requests, rows, side="right").tolist()
+    return [int(count) for count in np.searchsorted(requests, rows, side="right")]
 
 
 class _EmptyingPlayer(WhatIfPlayer):

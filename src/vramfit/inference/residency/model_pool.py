@@ -310,7 +310,8 @@ def _device(given: Any) -> torch.device:
         device = torch.device("cuda" if given is None else given)
     except (RuntimeError, TypeError):
         raise UsageError(f"device={shown(given)} is no device", 'Give "cuda", "cuda:1" or "cpu"') from None
-    if device.type == "cuda" and device.index is None:
+    index: int | None = device.index  # torch's stub says that there is always one
+    if device.type == "cuda" and index is None:
         if not torch.cuda.is_available():
             raise UsageError("there is no CUDA device", 'Give device="cpu", or use a VirtualGPU')
         return torch.device("cuda", torch.cuda.current_device())
