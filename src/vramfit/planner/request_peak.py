@@ -13,6 +13,7 @@ from torch import nn
 from vramfit.errors import UsageError
 from vramfit.gpus import GpuSpec
 from vramfit.inference.input_chunks import moved
+from vramfit.inference.residency.hosted_model import HostedModel
 from vramfit.planner.devices.cost import DeviceBackend, own_step_cost
 from vramfit.planner.live_choice import LiveModel, asked_about
 from vramfit.planner.planner_job import RequestPeakJob
@@ -37,12 +38,10 @@ class RequestPeak:
     """What a request takes.
 
     Attributes:
-        bytes: reserved beyond the model's own tensors at the peak, what lies unused in their segments included.
-        seconds: estimated, with the weights on the card.
+        bytes: reserved at the peak beyond the model's weights, which lie in one block as those of a `ModelPool`.
     """
 
     bytes: int
-    seconds: float
 
 
 def request_peak(
@@ -57,7 +56,7 @@ def request_peak(
     >>> from vramfit.planner.request_peak import request_peak
     >>> model = torch.nn.Sequential(torch.nn.Linear(1024, 4096), torch.nn.GELU(), torch.nn.Linear(4096, 1024))
     >>> request_peak(model, torch.ones(512, 1024), gpu="RTX 4090").bytes
-    44019712
+    44040192
 
     Args:
         model: its values stay here, its structure goes to another process, which needs nothing but that.
@@ -87,18 +86,20 @@ def request_peak(
 def measured_request(
     device: DeviceBackend, make_model: Callable[[], nn.Module], question: RequestQuestion
 ) -> RequestPeak:
-    """Run a call on a device without a limit."""
-    weights = 0
+    """Run a call on a virtual card without a limit, some times; the most counts."""
+    most = 0
 
     def step(state: Any, _batch: Any) -> None:
-        nonlocal weights
-        tensors = [*state.model.parameters(), *state.model.buffers()]
-        weights = sum(
-            {one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in tensors}.values()
-        )
+        nonlocal most
+        hosted = HostedModel("the model", state.model.to("cpu"), state.device, pinned=False)
+        hosted.take_over()
+        torch.cuda.empty_cache()
+        hosted.load()
+        torch.cuda.reset_peak_memory_stats(state.device)
         arguments, keywords = moved((question.arguments, question.keywords), state.device)
         with torch.no_grad():
             state.model(*arguments, **keywords)
+        most = max(most, torch.cuda.max_memory_reserved(state.device) - hosted.device_bytes)
 
-    found = own_step_cost(device, make_model, step)
-    return RequestPeak(bytes=max(0, found.peak_reserved_bytes - weights), seconds=found.step_seconds)
+    own_step_cost(device, make_model, step)
+    return RequestPeak(bytes=most)
