@@ -26,7 +26,8 @@ class Together:
     """What several programs take side by side; `together` makes it.
 
     >>> _ = Path("train.py").write_text("import torch; torch.nn.Linear(4096, 4096).cuda()")
-    >>> both = vramfit.together("train.py", "train.py", gpu="RTX 4090")
+    >>> alone = vramfit.run("train.py", gpu="RTX 4090")
+    >>> both = vramfit.together(alone, alone, gpu="RTX 4090")
     >>> [process.fraction for process in both.sharing.processes]
     [0.483808, 0.483808]
 
