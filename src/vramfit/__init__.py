@@ -10,6 +10,8 @@
 - `batches`: batches by tokens, none larger than a bound on memory allows.
 - `check_leaks`: what grows when a function is called again and again, and who holds it.
 - `annotate`, `join_profile`: names for Nsight Systems, and categories for torch.profiler.
+- `ModelPool`: several models on one device, the one that is used brought there, others dropped when it needs room.
+- `together`: what several programs take side by side on one card.
 - `plan`, `fit`, `verify`: the cheapest changes that make a workload fit, the largest size that does, and the proof.
 - `tiled`: a model over a picture or volume that is too large for the device, tile by tile.
 - `Plan`: what `plan` finds, to be applied to a workload or to your own model and loop.

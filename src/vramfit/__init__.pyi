@@ -16,10 +16,13 @@ from .api.leak_check import check_leaks as check_leaks
 from .api.programs import Report as Report
 from .api.programs import run as run
 from .api.tiling_api import tiled as tiled
+from .api.together_api import Together as Together
+from .api.together_api import together as together
 from .api.tracking import Track as Track
 from .api.tracking import snapshot as snapshot
 from .api.tracking import track as track
 from .errors import VramfitError as VramfitError
+from .inference.residency.model_pool import ModelPool as ModelPool
 from .planner.api import fit as fit
 from .planner.api import plan as plan
 from .planner.api import verify as verify

@@ -51,10 +51,12 @@ from vramfit.planner.planner_job import (
     MeasureShapesJob,
     PlanJob,
     PlannerJob,
+    RequestPeakJob,
     VerifyMemoryJob,
     VerifyValuesJob,
 )
 from vramfit.planner.plans import Plan, plan_request, sizes_of
+from vramfit.planner.request_peak import RequestPeak, measured_request
 from vramfit.planner.search import PlanFound
 from vramfit.planner.search_cache import SearchCache
 from vramfit.planner.search_clock import SearchClock, interruptible
@@ -244,6 +246,14 @@ def measure_shapes(
     return shapes_on(device, workload.model, question, job.memory.budget, progress)
 
 
+def request_peak(
+    workload: Workload, device: DeviceBackend, job: RequestPeakJob, progress: Progress
+) -> RequestPeak:
+    """What a packed call takes."""
+    del job, progress
+    return measured_request(device, workload.model, workload.batch(batch_size=1))
+
+
 TASKS: dict[str, tuple[type[PlannerJob], Callable[..., Any]]] = {
     "plan": (PlanJob, plan),
     "fit": (FitJob, fit),
@@ -254,6 +264,7 @@ TASKS: dict[str, tuple[type[PlannerJob], Callable[..., Any]]] = {
     "choose-tile": (ChooseTileJob, choose_tile),
     "choose-chunk": (ChooseChunkJob, choose_chunk),
     "measure-shapes": (MeasureShapesJob, measure_shapes),
+    "request-peak": (RequestPeakJob, request_peak),
 }
 """The kinds of job, and what does each."""
 

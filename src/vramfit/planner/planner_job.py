@@ -285,6 +285,13 @@ class MeasureShapesJob(PlannerJob):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RequestPeakJob(PlannerJob):
+    """What one call of a model takes on a card, which the target holds."""
+
+    task: str = "request-peak"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Answer(Generic[Found]):
     """What the child found.
 
