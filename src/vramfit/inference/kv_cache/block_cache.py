@@ -13,7 +13,7 @@ from vramfit.errors import UsageError
 from vramfit.inference.kv_cache.block_store import BlockNumbers
 from vramfit.inference.kv_cache.cache_layout import CacheLayout, LayerKind, decoder_config, read_layout
 from vramfit.inference.kv_cache.cache_memory import CacheMemory, CacheSettings
-from vramfit.inference.kv_cache.cached_batch import CachedBatch
+from vramfit.inference.kv_cache.cached_batch import CachedBatch, Reading
 from vramfit.inference.kv_cache.kept_sequences import KeptSequences, Parked
 from vramfit.inference.kv_cache.prompts import LaidPrompts, Side, common_prefix, lay_prompts
 
@@ -140,9 +140,8 @@ class BlockCache(Cache):  # type: ignore[misc]  # transformers is not typed wher
                 "Use it without block_attention: the cache then gathers",
             )
         by_blocks = getattr(self._config, "_attn_implementation", None) == BLOCK_ATTENTION
-        seen: list[int] = []
-        found = self.batch.update(layer, keys, values, lay=seen.append if by_blocks else None)
-        if seen:
+        found = self.batch.update(layer, keys, values, Reading.BLOCKS if by_blocks else Reading.GATHERED)
+        if by_blocks and self.batch.width > keys.shape[-2]:
             self._unread = layer
             found[0].vramfit_layer = (self, layer)  # type: ignore[attr-defined]  # attention finds its blocks by it
         return found

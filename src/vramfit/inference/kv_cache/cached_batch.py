@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -26,6 +27,13 @@ from vramfit.inference.kv_cache.sequences import (
     release_passed,
     truncate,
 )
+
+
+class Reading(enum.Enum):
+    """How attention reads a cache."""
+
+    GATHERED = "gathered"
+    BLOCKS = "blocks"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +104,19 @@ class CachedBatch:
             return width
         return self.rules[group].past(width) if self.rules else 0
 
+    @property
+    def padding_free(self) -> bool:
+        """Whether every column of every row is a token, as far as the cache was told."""
+        return all(row.tokens == self.width for row in self.rows)
+
+    def first_block(self, group: int) -> int:
+        """The first place in the tables of a group that a query of this step sees; sinks are at the beginning."""
+        rule, size = self.rules[group], self.memory.settings.block_tokens
+        if rule.window is None or rule.sinks:
+            return 0
+        before = self.width - self._new
+        return min((rule.first_kept(row.columns, before) for row in self.rows), default=0) // size
+
     # What comes and goes
 
     def expect(self, prompt: Prompt) -> None:
@@ -104,14 +125,14 @@ class CachedBatch:
         self.room = max(self.room, prompt.room)
 
     def update(
-        self, layer: int, keys: torch.Tensor, values: torch.Tensor, *, lay: Callable[[int, int], object] | None
+        self, layer: int, keys: torch.Tensor, values: torch.Tensor, reading: Reading
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Take a layer's new states, and give all that its queries see.
 
         Args:
             layer: its number.
             keys, values: ``[batch, heads, columns, dim]``.
-            lay: called with the layer and its past columns in place of gathering them.
+            reading: how they are read; what is read by blocks is not given here, but the new states alone.
 
         Raises:
             UsageError: the batch is another than before.
@@ -124,11 +145,9 @@ class CachedBatch:
         self._check_shape(layer, group, keys, values)
         self._writes[group].write(self.store(group), self._part[layer], keys, values)
         past = self.past_of(group, self.width - self._new)
-        if past and lay is None:
+        if past and reading is Reading.GATHERED:
             keys, values = self.gather(layer, keys, values)
-        elif past and lay is not None:
-            lay(layer, past)
-        if not self._pending and lay is None and self.earliest is None:
+        if not self._pending and reading is Reading.GATHERED and self.earliest is None:
             self._release_passed()
         return keys, values
 
