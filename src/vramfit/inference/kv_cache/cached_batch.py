@@ -15,7 +15,7 @@ from vramfit.inference.kv_cache.block_store import BlockStore
 from vramfit.inference.kv_cache.cache_layout import CacheLayout
 from vramfit.inference.kv_cache.cache_memory import CacheMemory, pool_key
 from vramfit.inference.kv_cache.row_index import RowIndex, WriteIndex
-from vramfit.inference.kv_cache.scratch import scratch_columns
+from vramfit.inference.kv_cache.scratch import expected_columns, scratch_columns
 from vramfit.inference.kv_cache.sequences import (
     GONE,
     BatchExtension,
@@ -171,7 +171,9 @@ class CachedBatch:
         rows = index.device_rows(begin, self.width, shape.heads, store.device, sinks)
         batch = len(self.rows)
         lanes = batch * shape.heads
-        room = lanes * scratch_columns(columns, self.room) * (shape.key_dim + shape.value_dim)
+        rule = self.rules[group]
+        expected = expected_columns(self.room, rule.window, rule.sinks)
+        room = lanes * scratch_columns(columns, expected) * (shape.key_dim + shape.value_dim)
         buffer = self.memory.scratch.reserve(room, store.form.dtype, store.device)
         found, at = [], 0
         for plane, (dim, states) in enumerate(((shape.key_dim, keys), (shape.value_dim, values))):

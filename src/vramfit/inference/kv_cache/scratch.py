@@ -13,6 +13,11 @@ def scratch_columns(columns: int, expected: int = 0) -> int:
     return expected if columns <= expected else -(-columns // STEP_COLUMNS) * STEP_COLUMNS
 
 
+def expected_columns(room: int, window: int | None, sinks: int) -> int:
+    """Columns that a layer reads at most while tokens come one by one, in a batch that gets so many."""
+    return room if window is None else min(room, window + sinks)
+
+
 class Scratch:
     """A buffer that is made at its first use, and again when more columns are needed; nothing in it is kept."""
 
