@@ -124,7 +124,7 @@ class BlockStore:
             scale = states.abs().amax(dim=-1).float().div_(127)
             self.scales[number, part * self.layer_rows :].index_copy_(0, rows, scale)
             # A row of zeros has the scale zero, and stays zero.
-            whole = states.float().div_(scale.clamp_min(torch.finfo(torch.float32).tiny)[:, None])
+            whole = states.float() / scale.clamp_min(torch.finfo(torch.float32).tiny)[:, None]
             target.index_copy_(0, rows, whole.round_().to(torch.int8))
 
     def read(self, part: int, rows: torch.Tensor, plane: int, out: torch.Tensor) -> None:

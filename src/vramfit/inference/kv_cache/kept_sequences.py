@@ -51,7 +51,6 @@ class KeptSequences:
     def __init__(self, batch: CachedBatch) -> None:
         self._batch = batch
         self._kept: OrderedDict[Tokens, TokenSequence | Parked] = OrderedDict()
-        self._in_use: TokenSequence | None = None
         batch.reclaim = self._reclaim
 
     def __len__(self) -> int:
@@ -95,7 +94,6 @@ class KeptSequences:
         entry = self._kept[found]
         if isinstance(entry, Parked):
             entry = self._kept[found] = self._fetched(entry)[0]
-        self._in_use = entry
         batch = self._batch
         row = fork(entry, batch.rules)
         truncate(row, best, batch.rules, batch.memory.settings.block_tokens)
@@ -148,12 +146,21 @@ class KeptSequences:
         for tokens, entry in list(self._kept.items()):
             if pool.free >= goal:
                 return
-            if isinstance(entry, Parked) or entry is self._in_use:
+            if isinstance(entry, Parked) or not self._alone(entry):
                 continue
             try:
                 self._kept[tokens] = self._spilled([entry], len(tokens))
             except CacheFullError:
                 self._forget(tokens)
+
+    def _alone(self, entry: TokenSequence) -> bool:
+        """Whether giving it up frees a block: what the batch goes on with frees none."""
+        return any(
+            rule.pool.holders(block) == 1
+            for group, rule in enumerate(self._batch.rules)
+            for block in entry.tables[group]
+            if block != GONE
+        )
 
     def _host_rules(self) -> list[BlockRule]:
         batch = self._batch
