@@ -54,9 +54,7 @@ class Schedules(RuleBasedStateMachine):
     @precondition(lambda self: self.rows)
     @rule(data=st.data(), count=st.integers(1, 5))
     def extend(self, data: st.DataObject, count: int) -> None:
-        chosen = data.draw(
-            st.lists(st.integers(0, len(self.rows) - 1), unique=True, min_size=1, max_size=4)
-        )
+        chosen = data.draw(st.lists(st.integers(0, len(self.rows) - 1), unique=True, min_size=1, max_size=4))
         self._extend(chosen, count)
 
     @precondition(lambda self: self.rows and len(self.rows) < 8)

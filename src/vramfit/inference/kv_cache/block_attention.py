@@ -35,7 +35,8 @@ def block_attention(model: Any) -> Iterator[None]:
     before = getattr(getattr(model, "config", None), "_attn_implementation", None)
     if before is None or not getattr(model, "_supports_attention_backend", False):
         raise UsageError(
-            f"the attention of {type(model).__name__} cannot be chosen", "Use the cache without block_attention"
+            f"the attention of {type(model).__name__} cannot be chosen",
+            "Use the cache without block_attention",
         )
     model.set_attn_implementation(BLOCK_ATTENTION)
     try:
@@ -103,9 +104,7 @@ def attend(
 class _OverBlocks:
     """One layer's queries over all blocks of their sequences."""
 
-    def __init__(
-        self, cache: BlockCache, layer: int, query: torch.Tensor, mask: torch.Tensor | None
-    ) -> None:
+    def __init__(self, cache: BlockCache, layer: int, query: torch.Tensor, mask: torch.Tensor | None) -> None:
         batch = cache.batch
         self._batch, self._query = batch, query
         group = batch.layout.group_of(layer)

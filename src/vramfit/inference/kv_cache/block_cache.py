@@ -182,7 +182,9 @@ class BlockCache(Cache):  # type: ignore[misc]  # transformers is not typed wher
                 f"Write crop({-tokens_to_remove}) to remove {tokens_to_remove}",
             )
         if -tokens_to_remove > batch.width:
-            raise UsageError(f"crop({tokens_to_remove}) removes more than the {batch.width} columns there are")
+            raise UsageError(
+                f"crop({tokens_to_remove}) removes more than the {batch.width} columns there are"
+            )
         after = batch.width + tokens_to_remove
         if tokens_to_remove and (batch.earliest is None or after < batch.earliest):
             for group in batch.layout.groups:
@@ -364,7 +366,9 @@ def checked_layout(config: Any, window: Any, sinks: Any) -> CacheLayout:
         whole_argument("window", window, least=2)
     whole_argument("sinks", sinks, least=0)
     if sinks and window is None:
-        raise UsageError("sinks are kept beside a window, and window is None", "Give window=1024, for example")
+        raise UsageError(
+            "sinks are kept beside a window, and window is None", "Give window=1024, for example"
+        )
     layout = read_layout(config, window=window, sinks=sinks)
     if window is not None and not any(group.kind is LayerKind.FORGETTING for group in layout.groups):
         raise UsageError("the model's layers have windows of their own", "Leave window out")

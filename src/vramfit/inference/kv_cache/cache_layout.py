@@ -128,9 +128,7 @@ def read_layout(config: Any, *, window: int | None = None, sinks: int = 0) -> Ca
         size = gcd(*(len(others) for (other, _, _), others in alike.items() if other == shape))
         kept = sinks if kind is LayerKind.FORGETTING else 0
         groups += [
-            LayerGroup(
-                layers=tuple(layers[at : at + size]), shape=shape, kind=kind, window=width, sinks=kept
-            )
+            LayerGroup(layers=tuple(layers[at : at + size]), shape=shape, kind=kind, window=width, sinks=kept)
             for at in range(0, len(layers), size)
         ]
     return CacheLayout(layers=len(kinds), groups=tuple(groups))
@@ -173,6 +171,8 @@ def _head_shape(config: Any, layer: int, name: str) -> HeadShape:
     if not isinstance(heads, int) or not isinstance(width, int):
         raise UsageError(f"{name} does not say how many heads its keys have, and how wide they are", _OTHERS)
     key, value = width, width
-    if getattr(own, "kv_lora_rank", None):  # latent attention: keys are the two parts of queries, values have their own
+    if getattr(
+        own, "kv_lora_rank", None
+    ):  # latent attention: keys are the two parts of queries, values have their own
         key, value = own.qk_nope_head_dim + own.qk_rope_head_dim, own.v_head_dim
     return HeadShape(heads=heads, key_dim=key, value_dim=value)

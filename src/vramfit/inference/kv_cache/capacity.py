@@ -19,6 +19,7 @@ from vramfit.inference.kv_cache.cache_memory import PoolKey, pool_key
 from vramfit.inference.kv_cache.cached_batch import Reading
 from vramfit.inference.kv_cache.scratch import expected_columns
 
+
 @dataclass(frozen=True, kw_only=True)
 class CacheCapacity:
     """A batch that fits.
@@ -105,7 +106,9 @@ def sequences_that_fit(
     low, high = 0, len(lengths)
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if plan.capacity(lengths[:middle]).total_bytes <= limit else (low, middle - 1)
+        low, high = (
+            (middle, high) if plan.capacity(lengths[:middle]).total_bytes <= limit else (low, middle - 1)
+        )
     return plan.capacity(lengths[:low])
 
 

@@ -109,7 +109,9 @@ class WriteIndex:
         batch, begin, new: rows, the first new column, and how many are new.
     """
 
-    def __init__(self, slots: Sequence[TokenSlot], store: BlockStore, batch: int, begin: int, new: int) -> None:
+    def __init__(
+        self, slots: Sequence[TokenSlot], store: BlockStore, batch: int, begin: int, new: int
+    ) -> None:
         self._whole = len(slots) == batch * new
         heads = store.form.shape.heads
         ordered = sorted(slots)

@@ -192,7 +192,9 @@ class BatchExtension:
     def apply(self) -> Extension:
         """Take the blocks and lengthen the sequences; there have to be enough."""
         found = Extension(
-            copies=[[] for _ in self._rules], slots=[[] for _ in self._rules], shared=[[] for _ in self._rules]
+            copies=[[] for _ in self._rules],
+            slots=[[] for _ in self._rules],
+            shared=[[] for _ in self._rules],
         )
         before = [sequence.tokens for sequence in self._rows]
         for row, sequence in enumerate(self._rows):
