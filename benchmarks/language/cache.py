@@ -2,9 +2,9 @@
 
     python benchmarks/language/cache.py [--card NAME] [--new-tokens 32] [--skip-values]
 
-Prompts have 512 tokens in common and `random.Random(0).randint(16, 1024)` of their own. The model has the shape of Llama
-3.2 1B in bfloat16; bytes are those of the virtual card, seconds are simulated. Copies are what operations within a cache
-write: to keep what was there before, and to give attention what it reads. Tokens are compared on the CPU, with a small
+Prompts have 512 tokens in common and `random.Random(0).randint(16, 1024)` of their own. The model has the shape of
+Llama 3.2 1B in bfloat16; bytes are those of the virtual card, seconds are simulated. Copies are what operations within
+a cache write: to keep what was there before, and to give attention what it reads. Tokens are compared on the CPU, with a small
 model in float32.
 """
 

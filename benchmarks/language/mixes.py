@@ -1,4 +1,4 @@
-"""Random mixes of sequences: how many are said to fit, and whether that is so on the virtual GPU, and one more does not.
+"""Random mixes of sequences: whether as many fit on the virtual GPU as are said to, and one more does not.
 
     python benchmarks/language/mixes.py [--mixes 200] [--seed 0]
 

@@ -1,7 +1,7 @@
 """Random schedules of a cache's bookkeeping: sequences added, forked, extended and finished, some without room.
 
-The model of what should be is as plain as can be: for each sequence the list of its tokens, and a dictionary of what each
-place of each block was last written.
+The model of what should be is as plain as can be: for each sequence the list of its tokens, and a dictionary of what
+each place of each block was last written.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`BlockCache`: keys and values of a transformers model in blocks of one pool, for ``generate(past_key_values=...)``."""
+"""`BlockCache`: keys and values of a transformers model in blocks, for ``generate(past_key_values=...)``."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ class BlockCache(Cache):  # type: ignore[misc]  # transformers is not typed wher
     >>> inputs = cache.begin(prompts, pad=tokenizer.pad_token_id, model=model)
     >>> tokens = model.generate(**inputs, past_key_values=cache, max_new_tokens=32)
 
-    Nothing is copied when sequences grow, padding takes no blocks, sequences with the same beginning share it until they
-    differ, and what is done is free at once. A layer's keys and values are gathered into one scratch, which all layers
+    Nothing is copied when sequences grow, padding takes no blocks, sequences with the same beginning share it until
+    they differ, and what is done is free at once. A layer's keys and values are gathered into one scratch, which all layers
     share: attention gets what `transformers.DynamicCache` would give it, bit for bit. Within `block_attention(model)`
     they are read block by block instead, without a scratch; sums are then rounded otherwise.
 

@@ -1,4 +1,4 @@
-"""What a model's layers keep in a cache: full attention or a window, the shape of heads, and which share their blocks."""
+"""What a model's layers keep in a cache: all or a window, the shape of heads, and which share their blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A batch of sequences in a cache: steps that lengthen it, what each layer writes and reads, forks and what is dropped."""
+"""A batch of sequences in a cache: steps that lengthen it, what layers write and read, forks, and what is dropped."""
 
 from __future__ import annotations
 
@@ -328,8 +328,8 @@ class CachedBatch:
         given = (keys.shape[1], keys.shape[-1], values.shape[-1])
         if given != (shape.heads, shape.key_dim, shape.value_dim):
             raise UsageError(
-                f"layer {layer} has {given[0]} heads of {given[1]} and {given[2]} numbers, and the model's configuration "
-                f"says {shape.heads} of {shape.key_dim} and {shape.value_dim}",
+                f"layer {layer} has {given[0]} heads of {given[1]} and {given[2]} numbers, and the configuration says "
+                f"{shape.heads} of {shape.key_dim} and {shape.value_dim}",
                 "Leave the cache out: its layout is another",
             )
 

@@ -65,8 +65,8 @@ def sequences_that_fit(
     >>> capacity = sequences_that_fit(model, [300, 1200, 80, 4000], budget="256MiB", new_tokens=64)
     >>> cache = vramfit.BlockCache(model, budget=capacity.pool_bytes)
 
-    The count is exact for prompts that share nothing but `shared`: it is what the cache does, not an estimate. The model,
-    and what a step computes, are beside it.
+    The count is exact for prompts that share nothing but `shared`: what the cache does, not an estimate. The model, and
+    what a step computes, are beside it.
 
     Args:
         model: decoder-only, of transformers, or its configuration.

@@ -1,4 +1,4 @@
-"""Sequences of tokens over blocks: which block holds which token, and what extending, forking and dropping them takes."""
+"""Sequences of tokens over blocks: which block holds which token, and what extending and forking them takes."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ class BatchExtension:
         before = [sequence.tokens for sequence in self._rows]
         for row, sequence in enumerate(self._rows):
             sequence.columns.extend(self._columns[row])
-        for group, rule in enumerate(self._rules):
+        for group in range(len(self._rules)):
             for row, sequence in enumerate(self._rows):
                 if self._columns[row]:
                     self._extend(found, group, row, sequence, before[row])
@@ -230,7 +230,7 @@ class BatchExtension:
                     )
 
     def _twin(self, rule: BlockRule, row: int, place: int) -> int | None:
-        """The row whose block this one shares. Rows of other lengths keep other parts of a window, so none does there."""
+        """The row whose block this one shares; rows of other lengths keep other parts of a window, so none there."""
         return self._twins.get((row, place)) if rule.window is None else None
 
     def _first_stored(self, row: int, rule: BlockRule, before: int) -> int:
