@@ -164,7 +164,12 @@ def main(arguments: list[str] | None = None) -> int:
     draw = random.Random(options.seed)
     mixes = [draw_mix(draw) for _ in range(options.mixes)]
     with vramfit.VirtualGPU(CARD):
-        results = [check(mix) for mix in mixes]
+        results: list[Result] = []
+        for mix in mixes:
+            results.append(check(mix))
+            if len(results) % 20 == 0:
+                right = sum(holds(one, found) for one, found in zip(mixes, results, strict=False))
+                print(f"{right} of {len(results)}", file=sys.stderr, flush=True)
     right = sum(holds(mix, result) for mix, result in zip(mixes, results, strict=True))
     table = Table(title=f"{options.mixes} mixes of up to {MOST} sequences on a virtual {CARD}")
     table.add_column("")

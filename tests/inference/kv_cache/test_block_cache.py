@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -333,6 +334,14 @@ def test_nothing_of_the_model_is_changed(llama: Any) -> None:
     cache.update(states, states, 0)
     assert torch.equal(states, before)
     assert torch.equal(torch.get_rng_state(), random_state)
+
+
+def test_a_cache_that_is_dropped_gives_its_memory_back_without_the_collector(llama: Any) -> None:
+    cache = vramfit.BlockCache(llama, tokens=64)
+    llama.generate(**left_padded(drawn([9])), past_key_values=cache, max_new_tokens=3, **GREEDY)
+    pool = weakref.ref(cache.batch.store(0).flat)
+    del cache
+    assert pool() is None
 
 
 def test_bad_input_is_refused_in_one_line(llama: Any) -> None:

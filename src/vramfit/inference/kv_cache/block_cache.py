@@ -64,14 +64,20 @@ class CacheUsage:
 class BlockCache(Cache):  # type: ignore[misc]  # transformers is not typed where it is not installed
     """A cache of keys and values in blocks of 16 tokens, all from one pool.
 
-    >>> cache = vramfit.BlockCache(model, budget="2GiB")
-    >>> inputs = cache.begin(prompts, pad=tokenizer.pad_token_id, model=model)
-    >>> tokens = model.generate(**inputs, past_key_values=cache, max_new_tokens=32)
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=100, eos_token_id=None, **shape)).eval()
+    >>> cache = vramfit.BlockCache(model, budget="1MiB")
+    >>> inputs = cache.begin([[5, 6, 7], [5, 6, 7, 8, 9]])
+    >>> model.generate(**inputs, past_key_values=cache, max_new_tokens=4, pad_token_id=0).shape
+    torch.Size([2, 9])
+    >>> cache
+    BlockCache(2 sequences, 2 of 128 blocks)
 
     Nothing is copied when sequences grow, padding takes no blocks, sequences with the same beginning share it until
-    they differ, and what is done is free at once. A layer's keys and values are gathered into one scratch, which all layers
-    share: attention gets what `transformers.DynamicCache` would give it, bit for bit. Within `block_attention(model)`
-    they are read block by block instead, without a scratch; sums are then rounded otherwise.
+    they differ, and what is done is free at once. A layer's keys and values are gathered into one scratch, which all
+    layers share: attention gets what `transformers.DynamicCache` would give it, bit for bit. Within
+    `block_attention(model)` they are read block by block instead, without a scratch; sums are then rounded otherwise.
 
     Args:
         model: a decoder-only model of transformers, or its configuration; `block_cache_pair` is for encoder-decoders.
@@ -335,7 +341,7 @@ class BlockCache(Cache):  # type: ignore[misc]  # transformers is not typed wher
         self.kept = KeptSequences(self.batch)
         for layer in self.layers:
             if isinstance(layer, BlockLayer):
-                layer._batch = self.batch
+                layer.move_to(self.batch)
 
     def _begin_with(self, prefix: Sequence[int], rows: int, model: Any) -> None:
         """Rows that begin with what was kept, or with what a model computes now."""

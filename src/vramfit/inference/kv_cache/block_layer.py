@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -25,7 +26,8 @@ class BlockLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not 
     supports_early_init = False
 
     def __init__(self, batch: CachedBatch, layer: int, cache: Any) -> None:
-        self._batch, self._layer, self._cache = batch, layer, cache
+        self._batch, self._layer = batch, layer
+        self._cache = weakref.ref(cache)  # no circle: a cache that is dropped gives its memory back at once
         group = batch.layout.group_of(layer)
         assert group is not None
         self._group = group
@@ -69,10 +71,14 @@ class BlockLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not 
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """New states in, all states that their queries see out."""
-        found: tuple[torch.Tensor, torch.Tensor] = self._cache.update_layer(
-            self._layer, key_states, value_states
-        )
+        cache = self._cache()
+        assert cache is not None
+        found: tuple[torch.Tensor, torch.Tensor] = cache.update_layer(self._layer, key_states, value_states)
         return found
+
+    def move_to(self, batch: CachedBatch) -> None:
+        """Look at another batch of the same layout."""
+        self._batch = batch
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Columns that the next queries see, and the first of them."""

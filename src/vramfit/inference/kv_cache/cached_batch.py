@@ -147,8 +147,10 @@ class CachedBatch:
         past = self.past_of(group, self.width - self._new)
         if past and reading is Reading.GATHERED:
             keys, values = self.gather(layer, keys, values)
-        if not self._pending and reading is Reading.GATHERED and self.earliest is None:
-            self._release_passed()
+        if not self._pending:
+            self._writes = []
+            if reading is Reading.GATHERED and self.earliest is None:
+                self._release_passed()
         return keys, values
 
     def gather(

@@ -186,7 +186,7 @@ class _Plan:
         return self.shared // size, -(-self.shared // size)
 
     def _scratch(self, prompts: Sequence[int]) -> int:
-        if self.reading is Reading.BLOCKS or not self._reads(prompts):
+        if self.reading is Reading.BLOCKS or not self._reads():
             return 0
         room = max(prompts) + self.new_tokens
         sizes = (
@@ -196,20 +196,18 @@ class _Plan:
         return max(sizes) * self.dtype.itemsize
 
     def _index(self, prompts: Sequence[int]) -> int:
-        """At the last step, when it is largest: where each group reads, and where it writes."""
+        """Where each group reads, after the last step, when it is largest."""
         rows, total = len(prompts), 0
-        if not self._reads(prompts):
+        if self.reading is Reading.BLOCKS or not self._reads():
             return 0
         columns = max(prompts) + self.new_tokens - 1
         for group in self.layout.groups:
             heads = group.shape.heads
-            total += 8 * rows * heads
             seen = columns if group.window is None else min(columns, group.window + group.sinks)
-            if self.reading is Reading.GATHERED:
-                total += 4 * rows * heads * seen
+            total += 4 * rows * heads * seen
         return total
 
-    def _reads(self, prompts: Sequence[int]) -> bool:
+    def _reads(self) -> bool:
         """Whether anything is read back: not where each prompt gives one token, unless its beginning is shared."""
         return self.new_tokens > 1 or (self.shared >= self.block_tokens and not self.layout.windowed)
 

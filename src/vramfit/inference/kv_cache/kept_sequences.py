@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -51,7 +52,14 @@ class KeptSequences:
     def __init__(self, batch: CachedBatch) -> None:
         self._batch = batch
         self._kept: OrderedDict[Tokens, TokenSequence | Parked] = OrderedDict()
-        batch.reclaim = self._reclaim
+        mine = weakref.ref(self)  # no circle: what is dropped gives its memory back at once
+
+        def reclaim(pool: BlockPool, blocks: int) -> None:
+            kept = mine()
+            if kept is not None:
+                kept._reclaim(pool, blocks)
+
+        batch.reclaim = reclaim
 
     def __len__(self) -> int:
         return len(self._kept)
