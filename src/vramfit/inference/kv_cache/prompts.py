@@ -64,7 +64,7 @@ class LaidPrompts:
 
 def common_prefix(prompts: Sequence[Sequence[int]]) -> int:
     """Tokens that all prompts begin with; the last one of the shortest does not count, since it is to be read."""
-    shortest, longest = min(prompts), max(prompts)
+    shortest, longest = min(map(list, prompts)), max(map(list, prompts))
     same = 0
     while same < len(shortest) and shortest[same] == longest[same]:
         same += 1
