@@ -153,6 +153,19 @@ def test_a_common_beginning_is_computed_and_stored_once(llama: Any) -> None:
     assert used.blocks - used.blocks_free == 2 + 1 + sum(-(-(5 + n + NEW - 1) // 16) for n in (5, 30, 12))
 
 
+def test_block_attention_over_several_new_tokens_and_a_common_beginning(llama: Any) -> None:
+    prompts = drawn([5, 30, 12], common=37)
+    plain = vramfit.BlockCache(llama, tokens=400)
+    inputs = plain.begin(prompts, model=llama)
+    reference = llama.generate(**inputs, past_key_values=plain, max_new_tokens=NEW, **GREEDY)
+    cache = vramfit.BlockCache(llama, tokens=400)
+    with block_attention(llama):
+        inputs = cache.begin(prompts, model=llama)
+        found = llama.generate(**inputs, past_key_values=cache, max_new_tokens=NEW, **GREEDY)
+    assert torch.equal(found.sequences, reference.sequences)
+    assert furthest(found, reference) < 1e-6
+
+
 def test_what_was_kept_is_found_by_its_tokens_and_spilled_when_there_is_no_room(llama: Any) -> None:
     prompts = drawn([5, 9], common=64)
     cache = vramfit.BlockCache(llama, tokens=192, host="1MiB")

@@ -127,7 +127,7 @@ class _OverBlocks:
         shape = self._store.form.shape
         rows, query_heads, new, width = self._query.shape
         group = query_heads // shape.heads
-        query = (self._query.float() * scale).view(rows, shape.heads, group * new, width)
+        query = (self._query.float() * scale).reshape(rows, shape.heads, group * new, width)
         most = query.new_full((rows, shape.heads, group * new, 1), -torch.inf)
         total = torch.zeros_like(most)
         summed = query.new_zeros(rows, shape.heads, group * new, shape.value_dim)

@@ -35,8 +35,8 @@ class BlockLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transform
         if self.is_sliding:
             self.sliding_window = batch.layout.groups[group].window
 
-    @property  # type: ignore[override]  # what transformers sets is known of the batch here
-    def is_initialized(self) -> bool:
+    @property
+    def is_initialized(self) -> bool:  # type: ignore[override]  # what transformers sets is known of the batch here
         """Whether it holds something."""
         return bool(self._batch.rows)
 
@@ -54,13 +54,13 @@ class BlockLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transform
         """Sequences, 0 where there are none."""
         return len(self._batch.rows)
 
-    @property  # type: ignore[override]  # gathered when it is asked for
-    def keys(self) -> torch.Tensor | None:
+    @property
+    def keys(self) -> torch.Tensor | None:  # type: ignore[override]  # gathered when it is asked for
         """Gathered, ``[batch, heads, columns, dim]``: until the next layer is gathered into the same scratch."""
         return self._batch.gather(self._layer)[0] if self._batch.rows else None
 
-    @property  # type: ignore[override]  # as `keys`
-    def values(self) -> torch.Tensor | None:
+    @property
+    def values(self) -> torch.Tensor | None:  # type: ignore[override]  # as `keys`
         """As `keys`."""
         return self._batch.gather(self._layer)[1] if self._batch.rows else None
 
