@@ -60,13 +60,12 @@ def activations_on_card(card: str) -> int:
 
 def weights_on_card(card: str) -> tuple[int, int, int]:
     """Bytes of the weights, of the context, and of the card's memory."""
-    with vramfit.VirtualGPU(card) as gpu:
-        with torch.device("cuda"):
-            model = LlamaForCausalLM(llama_8b()).to(torch.bfloat16)
-        size = sum(one.numel() * one.element_size() for one in model.parameters())
+    with torch.device("meta"):
+        model = LlamaForCausalLM(llama_8b())
+    size = sum(one.numel() for one in model.parameters()) * torch.bfloat16.itemsize
+    with vramfit.VirtualGPU(card):
         free, total = torch.cuda.mem_get_info()
         context = total - free - torch.cuda.memory_reserved()
-        del gpu
     return size, context, total
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, MistralConfig
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig
 
 import vramfit
 from vramfit.errors import CacheFullError, UsageError
@@ -57,6 +57,17 @@ def test_the_pool_is_the_smallest_that_holds_them(config: Any, options: dict[str
     assert (used.pool_bytes, used.scratch_bytes) == (said.pool_bytes, said.scratch_bytes)
     with pytest.raises(CacheFullError):
         generate(config, PROMPTS, said.pool_bytes - 1, options)
+
+
+def test_a_common_beginning_is_counted_once() -> None:
+    model = LlamaForCausalLM(LlamaConfig(**SHAPE, intermediate_size=32, eos_token_id=None)).eval()
+    prompts = [[7] * 37 + [8 + row] * (5 + 9 * row) for row in range(3)]
+    said = sequences_that_fit(model, list(map(len, prompts)), budget="1GiB", new_tokens=8, shared=37)
+    cache = vramfit.BlockCache(model, budget=said.pool_bytes)
+    inputs = cache.begin(prompts, model=model, max_new_tokens=8)
+    model.generate(**inputs, past_key_values=cache, max_new_tokens=8, do_sample=False, pad_token_id=0)
+    assert cache.usage().blocks_most == said.blocks == cache.usage().blocks
+    assert cache.usage().scratch_bytes == said.scratch_bytes
 
 
 def test_a_budget_is_kept_and_one_more_does_not_fit() -> None:
