@@ -27,7 +27,7 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 import vramfit
 from vramfit.inference.kv_cache.block_attention import block_attention
-from vramfit.inference.kv_cache.prompts import Side, lay_prompts
+from vramfit.inference.kv_cache.prompts import PaddingSide, lay_prompts
 from vramfit.inference.kv_cache.sequences import GONE
 from vramfit.units import MIB
 
@@ -108,7 +108,7 @@ def counted(owner: Any, method: str, copies: Copies) -> Iterator[None]:
 
 def padded(prompts: list[list[int]], device: Any) -> dict[str, torch.Tensor]:
     """The batch as a tokenizer pads it, at the left."""
-    return lay_prompts(prompts, 0, 0, Side.LEFT).tensors(device)
+    return lay_prompts(prompts, 0, 0, PaddingSide.LEFT).tensors(device)
 
 
 def use_blocks(name: str, found: Outcome, model: Any, prompts: list[list[int]], new: int) -> None:

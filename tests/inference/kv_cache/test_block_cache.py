@@ -32,7 +32,7 @@ import vramfit
 from vramfit.errors import CacheFullError, UsageError
 from vramfit.inference.kv_cache.block_attention import block_attention
 from vramfit.inference.kv_cache.encoder_decoder import block_cache_pair
-from vramfit.inference.kv_cache.prompts import Side, lay_prompts
+from vramfit.inference.kv_cache.prompts import PaddingSide, lay_prompts
 
 SHAPE = {
     "vocab_size": 128,
@@ -86,7 +86,7 @@ def drawn(lengths: Sequence[int], seed: int = 0, common: int = 0) -> list[list[i
 
 
 def left_padded(prompts: list[list[int]]) -> dict[str, torch.Tensor]:
-    return lay_prompts(prompts, 0, 0, Side.LEFT).tensors("cpu")
+    return lay_prompts(prompts, 0, 0, PaddingSide.LEFT).tensors("cpu")
 
 
 def same(found: Any, reference: Any) -> bool:

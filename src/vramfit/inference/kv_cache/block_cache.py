@@ -15,7 +15,7 @@ from vramfit.inference.kv_cache.cache_layout import CacheLayout, LayerKind, deco
 from vramfit.inference.kv_cache.cache_memory import CacheMemory, CacheSettings
 from vramfit.inference.kv_cache.cached_batch import CachedBatch, Reading
 from vramfit.inference.kv_cache.kept_sequences import KeptSequences, Parked
-from vramfit.inference.kv_cache.prompts import LaidPrompts, Side, common_prefix, lay_prompts
+from vramfit.inference.kv_cache.prompts import LaidPrompts, PaddingSide, common_prefix, lay_prompts
 
 try:
     from transformers.cache_utils import Cache, DummyLayer
@@ -249,7 +249,7 @@ class BlockCache(Cache):
             prefix = 0  # nothing that is worth a pass of its own
         if prefix:
             self._begin_with(checked[0][:prefix], len(checked), model)
-        laid = lay_prompts(checked, prefix, pad, Side.MIDDLE if aligned else Side.LEFT)
+        laid = lay_prompts(checked, prefix, pad, PaddingSide.MIDDLE if aligned else PaddingSide.LEFT)
         self.batch.expect(laid.prompt(room=laid.width + max_new_tokens if max_new_tokens else 0))
         return laid.tensors(device if device is not None else getattr(model, "device", "cpu"))
 

@@ -62,7 +62,7 @@ class BlockFormat:
         return numbers * self.stored.itemsize + (2 * self.rows * SCALE_BYTES if self.int8 else 0)
 
 
-class BlockStore:
+class BlockTensors:
     """Blocks on a device, or on the host.
 
     A block holds all layers of a group, so that it is copied as a whole: ``[layer, token, head, dim]``, keys first in
@@ -164,7 +164,7 @@ class BlockStore:
         scale = self.scales[plane].view(self.blocks * form.layers, -1).index_select(0, units)
         return (found * scale.view(*found.shape[:-1], 1)).to(form.dtype)
 
-    def copy_block(self, source: int, target: int, other: BlockStore | None = None) -> None:
+    def copy_block(self, source: int, target: int, other: BlockTensors | None = None) -> None:
         """Copy a block, into another store where one is given."""
         into = self if other is None else other
         for mine, theirs in zip(self._planes(), into._planes(), strict=True):

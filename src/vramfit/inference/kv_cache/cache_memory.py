@@ -8,9 +8,9 @@ import torch
 
 from vramfit.errors import UsageError
 from vramfit.inference.kv_cache.block_pool import BlockPool
-from vramfit.inference.kv_cache.block_store import BlockFormat, BlockNumbers, BlockStore
+from vramfit.inference.kv_cache.block_store import BlockFormat, BlockNumbers, BlockTensors
 from vramfit.inference.kv_cache.cache_layout import CacheLayout, HeadShape, LayerGroup
-from vramfit.inference.kv_cache.scratch import Scratch
+from vramfit.inference.kv_cache.scratch import GatherScratch
 from vramfit.units import format_bytes
 
 
@@ -103,11 +103,11 @@ class CacheMemory:
 
     def __init__(self, settings: CacheSettings, layouts: list[CacheLayout]) -> None:
         self.settings, self.layouts = settings, layouts
-        self.scratch = Scratch()
+        self.scratch = GatherScratch()
         self.pools: dict[PoolKey, BlockPool] = {}
-        self.stores: dict[PoolKey, BlockStore] = {}
+        self.stores: dict[PoolKey, BlockTensors] = {}
         self.host_pools: dict[PoolKey, BlockPool] = {}
-        self._host_stores: dict[PoolKey, BlockStore] = {}
+        self._host_stores: dict[PoolKey, BlockTensors] = {}
 
     @property
     def made(self) -> bool:
@@ -137,16 +137,16 @@ class CacheMemory:
         sizes = pool_sizes(self.layouts, self.settings, dtype)
         for key, size in sizes.items():
             self.pools[key] = BlockPool(size.blocks)
-            self.stores[key] = BlockStore(size.form, size.blocks, device)
+            self.stores[key] = BlockTensors(size.form, size.blocks, device)
             share = self.settings.host * size.groups * size.form.block_bytes
             whole = sum(one.groups * one.form.block_bytes for one in sizes.values())
             self.host_pools[key] = BlockPool(share // whole // size.form.block_bytes)
 
-    def host_store(self, key: PoolKey) -> BlockStore:
+    def host_store(self, key: PoolKey) -> BlockTensors:
         """Blocks of the host, made at their first use."""
         if key not in self._host_stores:
             store = self.stores[key]
-            self._host_stores[key] = BlockStore(
+            self._host_stores[key] = BlockTensors(
                 store.form, self.host_pools[key].blocks, torch.device("cpu"), beside=store.device
             )
         return self._host_stores[key]

@@ -11,7 +11,7 @@ import torch
 
 from vramfit.errors import UsageError
 from vramfit.inference.kv_cache.block_pool import BlockPool
-from vramfit.inference.kv_cache.block_store import BlockStore
+from vramfit.inference.kv_cache.block_store import BlockTensors
 from vramfit.inference.kv_cache.cache_layout import CacheLayout
 from vramfit.inference.kv_cache.cache_memory import CacheMemory, pool_key
 from vramfit.inference.kv_cache.row_index import RowIndex, WriteIndex
@@ -90,7 +90,7 @@ class CachedBatch:
             self._index = [RowIndex() for _ in self.layout.groups]
         return self._rules
 
-    def store(self, group: int) -> BlockStore:
+    def store(self, group: int) -> BlockTensors:
         """Where the blocks of a group are."""
         return self.memory.stores[pool_key(self.layout.groups[group])]
 

@@ -12,7 +12,7 @@ import torch
 from vramfit.inference.kv_cache.cached_batch import Prompt
 
 
-class Side(enum.Enum):
+class PaddingSide(enum.Enum):
     """Where padding stands."""
 
     LEFT = "left"
@@ -71,7 +71,7 @@ def common_prefix(prompts: Sequence[Sequence[int]]) -> int:
     return min(same, min(map(len, prompts)) - 1) if len(prompts) > 1 else len(prompts[0]) - 1
 
 
-def lay_prompts(prompts: Sequence[Sequence[int]], prefix: int, pad: int, side: Side) -> LaidPrompts:
+def lay_prompts(prompts: Sequence[Sequence[int]], prefix: int, pad: int, side: PaddingSide) -> LaidPrompts:
     """Lay prompts out.
 
     Args:
@@ -84,7 +84,7 @@ def lay_prompts(prompts: Sequence[Sequence[int]], prefix: int, pad: int, side: S
     tokens, real = [], []
     for one in prompts:
         gap = width - len(one)
-        first = prefix if side is Side.MIDDLE else 0
+        first = prefix if side is PaddingSide.MIDDLE else 0
         tokens.append((*one[:first], *[pad] * gap, *one[first:]))
         real.append((*range(first), *range(first + gap, width)))
     return LaidPrompts(tokens=tuple(tokens), real=tuple(real))

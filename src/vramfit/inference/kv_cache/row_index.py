@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vramfit.inference.kv_cache.block_store import BlockStore
+from vramfit.inference.kv_cache.block_store import BlockTensors
 from vramfit.inference.kv_cache.sequences import GONE, TokenSequence, TokenSlot
 
 STEP_COLUMNS = 256
@@ -36,7 +36,7 @@ class RowIndex:
                 larger[:, :columns] = self._first
             self._first = larger
 
-    def add(self, slots: Sequence[TokenSlot], store: BlockStore) -> None:
+    def add(self, slots: Sequence[TokenSlot], store: BlockTensors) -> None:
         """Note where new tokens are."""
         if slots:
             rows, columns, blocks, offsets = np.array(slots, dtype=np.int64).T
@@ -62,7 +62,7 @@ class RowIndex:
         self._on_device = None
 
     def rebuild(
-        self, rows: Sequence[TokenSequence], group: int, width: int, store: BlockStore, size: int
+        self, rows: Sequence[TokenSequence], group: int, width: int, store: BlockTensors, size: int
     ) -> None:
         """Note all tokens of other sequences."""
         self._first = np.zeros((0, 0), dtype=np.int32)
@@ -110,7 +110,7 @@ class WriteIndex:
     """
 
     def __init__(
-        self, slots: Sequence[TokenSlot], store: BlockStore, batch: int, begin: int, new: int
+        self, slots: Sequence[TokenSlot], store: BlockTensors, batch: int, begin: int, new: int
     ) -> None:
         self._whole = len(slots) == batch * new
         heads = store.form.shape.heads
@@ -122,7 +122,7 @@ class WriteIndex:
         self._rows = torch.from_numpy(rows).to(store.device)
         self._runs = [] if self._whole else list(_runs(ordered, begin))
 
-    def write(self, store: BlockStore, part: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def write(self, store: BlockTensors, part: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write states ``[batch, heads, columns, dim]`` into a layer."""
         heads = store.form.shape.heads
         keys, values = keys.transpose(1, 2), values.transpose(1, 2)

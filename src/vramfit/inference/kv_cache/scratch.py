@@ -18,7 +18,7 @@ def expected_columns(room: int, window: int | None, sinks: int) -> int:
     return room if window is None else min(room, window + sinks)
 
 
-class Scratch:
+class GatherScratch:
     """A buffer that is made at its first use, and again when more columns are needed; nothing in it is kept."""
 
     def __init__(self) -> None:
