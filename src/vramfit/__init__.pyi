@@ -22,6 +22,7 @@ from .api.tracking import Track as Track
 from .api.tracking import snapshot as snapshot
 from .api.tracking import track as track
 from .errors import VramfitError as VramfitError
+from .inference.kv_cache.block_cache import BlockCache as BlockCache
 from .inference.residency.model_pool import ModelPool as ModelPool
 from .planner.api import fit as fit
 from .planner.api import plan as plan

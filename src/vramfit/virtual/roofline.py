@@ -39,6 +39,11 @@ _WITHOUT_KERNEL = {
     *(torch.ops.aten.empty_permuted, torch.ops.aten.new_empty, torch.ops.aten.new_empty_strided),
 }
 
+# They read of their first tensor as much as they give, and they write into it as much as they are given: a few rows of
+# a large table. Counted as a whole, a step of a cache of keys and values would take seconds.
+_READ_ROWS = {torch.ops.aten.index_select, torch.ops.aten.index}
+_WRITE_ROWS = {torch.ops.aten.index_copy_, torch.ops.aten.index_put_}
+
 _UNMEASURED = Rates()
 
 
@@ -49,7 +54,12 @@ def seconds(call: OpCall, spec: GpuSpec, rates: Rates | None = None) -> float:
         return 0.0
     rates = rates or _UNMEASURED
     launch = LAUNCH_SECONDS if rates.launch_seconds is None else rates.launch_seconds
-    moved = _nbytes(args) + _nbytes(tuple(kwargs.values())) + _nbytes(out)
+    if packet in _READ_ROWS:
+        moved = _nbytes(args[1:]) + 2 * _nbytes(out)
+    elif packet in _WRITE_ROWS:
+        moved = 2 * _nbytes(args[1:])
+    else:
+        moved = _nbytes(args) + _nbytes(tuple(kwargs.values())) + _nbytes(out)
     time = moved / (rates.bandwidth or spec.bandwidth * BANDWIDTH_EFFICIENCY)
     count = flop_registry.get(packet)
     if count is not None:
