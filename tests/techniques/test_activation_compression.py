@@ -31,7 +31,7 @@ from vramfit.techniques.activation_compression import (
 )
 from vramfit.techniques.activation_offload import ActivationOffload, ActivationOffloadSetting
 from vramfit.techniques.core.model_profile import BlockOp, ModelBlock
-from vramfit.techniques.support.host_lane import CopyLane
+from vramfit.inference.host_lane import CopyLane
 from vramfit.virtual.gpu import VirtualGPU
 from vramfit.workload import Workload
 

@@ -21,7 +21,7 @@ from vramfit.techniques import AttachedProgram, Numerics, Profile, activation_of
 from vramfit.techniques.activation_offload import ActivationOffload, ActivationOffloadSetting
 from vramfit.techniques.core.model_profile import ModelBlock
 from vramfit.techniques.core.surround import plain_class, surroundings_of
-from vramfit.techniques.support.host_lane import CopyLane
+from vramfit.inference.host_lane import CopyLane
 from vramfit.virtual.gpu import VirtualGPU
 from vramfit.workload import Workload
 

@@ -30,7 +30,7 @@ from vramfit.techniques.core.model_profile import ModelBlock
 from vramfit.techniques.core.surround import surroundings_of
 from vramfit.techniques.parameter_offload import GradientPlace, ParameterOffload, ParameterOffloadSetting
 from vramfit.techniques.parameter_offload import depot as depots
-from vramfit.techniques.support.host_lane import CopyLane
+from vramfit.inference.host_lane import CopyLane
 from vramfit.virtual.gpu import VirtualGPU
 from vramfit.workload import Workload
 

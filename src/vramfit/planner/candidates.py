@@ -62,7 +62,7 @@ from vramfit.techniques import (
 )
 from vramfit.techniques.gradient_caching import GradientCachingSetting
 from vramfit.techniques.micro_batching import MicroBatchingSetting
-from vramfit.techniques.support.host_lane import PINNED_ROUNDING
+from vramfit.inference.host_lane import PINNED_ROUNDING
 
 Progress = Callable[[str], None]
 Key: TypeAlias = tuple[Any, ...]

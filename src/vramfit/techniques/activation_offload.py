@@ -17,7 +17,7 @@ from vramfit.techniques.core.attached_program import AttachedProgram, AttachStag
 from vramfit.techniques.core.model_profile import Profile
 from vramfit.techniques.core.technique import Numerics, Setting, Technique
 from vramfit.techniques.support.blocks import best_blocks
-from vramfit.techniques.support.host_lane import PINNED_ROUNDING, CudaLane, Lane
+from vramfit.inference.host_lane import PINNED_ROUNDING, CudaLane, Lane
 from vramfit.techniques.support.saved import (
     Found,
     Kept,

@@ -20,7 +20,7 @@ from vramfit.techniques.core.model_profile import Profile
 from vramfit.techniques.core.technique import Numerics, Promise, Setting, Technique
 from vramfit.techniques.parameter_offload.depot import Depot, Visitors
 from vramfit.techniques.support.blocks import best_blocks, find_blocks
-from vramfit.techniques.support.host_lane import PINNED_ROUNDING
+from vramfit.inference.host_lane import PINNED_ROUNDING
 from vramfit.techniques.support.optimizer_exchange import state_tensors
 from vramfit.techniques.support.saved import hooks_outside, in_backward, packing, unseen
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vramfit.techniques.support.host_lane import CopyLane, CudaLane, Lane
+from vramfit.inference.host_lane import CopyLane, CudaLane, Lane
 from vramfit.techniques.support.saved import (
     Packed,
     StoragePlace,
