@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -32,8 +33,8 @@ class Lane(Protocol):
         """The end of all that the device was given so far by the calling thread."""
         ...
 
-    def into(self, places: list[torch.Tensor], hosts: list[torch.Tensor], after: Any) -> Any:
-        """Fill memory on the device with what is on the host, once `after` has come; gives the copies' end.
+    def into(self, places: list[torch.Tensor], hosts: list[torch.Tensor], after: Sequence[Any]) -> Any:
+        """Fill memory on the device with what is on the host, once all of `after` have come; gives the copies' end.
 
         Until then `hosts` must neither go nor change.
         """
@@ -82,15 +83,16 @@ class CudaLane:
     def back(self, hosts: list[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
         """See `Lane`."""
         made = [torch.empty_like(host, device=self._device, pin_memory=False) for host in hosts]
-        return made, self.into(made, hosts, self.mark())
+        return made, self.into(made, hosts, [self.mark()])
 
     def mark(self) -> Any:
         """See `Lane`."""
         return torch.cuda.current_stream(self._device).record_event()
 
-    def into(self, places: list[torch.Tensor], hosts: list[torch.Tensor], after: Any) -> Any:
+    def into(self, places: list[torch.Tensor], hosts: list[torch.Tensor], after: Sequence[Any]) -> Any:
         """See `Lane`."""
-        self._inwards.wait_event(after)
+        for end in after:
+            self._inwards.wait_event(end)
         with torch.cuda.stream(self._inwards):
             for place, host in zip(places, hosts, strict=True):
                 place.copy_(host, non_blocking=True)
@@ -128,7 +130,7 @@ class CopyLane:
     def mark(self) -> Any:
         """See `Lane`."""
 
-    def into(self, places: list[torch.Tensor], hosts: list[torch.Tensor], after: Any) -> Any:
+    def into(self, places: list[torch.Tensor], hosts: list[torch.Tensor], after: Sequence[Any]) -> Any:
         """See `Lane`."""
         del after
         for place, host in zip(places, hosts, strict=True):

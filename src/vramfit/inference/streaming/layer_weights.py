@@ -118,3 +118,11 @@ def move_tensors(model: nn.Module, device: torch.device, goes: Callable[[torch.T
     finally:
         for held, name, tensor in hidden:
             held[name] = tensor
+
+
+def shaped(memory: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A tensor over bytes with the shape and dtype of another, and its strides where these leave no gaps."""
+    flat = memory[: like.nbytes].view(like.dtype)
+    if like.is_contiguous() or torch.empty_like(like, device="meta").stride() != like.stride():
+        return flat.view(like.shape)
+    return flat.as_strided(like.shape, like.stride())
