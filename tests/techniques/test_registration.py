@@ -26,6 +26,7 @@ ORDER = (
     "activation-offload",
     "activation-compression",
     "parameter-offload",
+    "weight-streaming",
     "fused-norms",
     "parameter-sharing",
     "early-release",

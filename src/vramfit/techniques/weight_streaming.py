@@ -17,7 +17,7 @@ from vramfit.inference.streaming.pinned_home import PinnedHome
 from vramfit.inference.streaming.weight_stream import StreamedLayer, StreamedPart, WeightStream
 from vramfit.techniques.activation_offload import chosen_modules
 from vramfit.techniques.core.attached_program import AttachedProgram, AttachStage
-from vramfit.techniques.core.model_profile import ModelBlock, Profile
+from vramfit.techniques.core.model_profile import Profile
 from vramfit.techniques.core.technique import Numerics, Setting, Technique
 from vramfit.techniques.support.blocks import best_blocks, find_blocks
 from vramfit.techniques.support.inference_only import refuse_training
@@ -73,7 +73,7 @@ class WeightStreaming(Technique[WeightStreamingSetting]):
         cuda = profile.device_type == "cuda" and profile.link_bytes_per_second > 0
         if profile.trains or profile.optimizer is not None or not cuda:
             return
-        weights = {block.path: _block_bytes(profile.model, block) for block in profile.blocks}
+        weights = layer_bytes(profile.model, [block.path for block in profile.blocks])
         blocks = [block for block in profile.blocks if weights[block.path]]
         for quarters in (1, 2, 3, 4):
             count = -(-len(blocks) * quarters // 4)
@@ -107,7 +107,7 @@ def attach_stream(
         layers: each with the names of its parameters that wait on the host.
     """
     weights = [stream.add(number, layer, names) for number, (layer, names) in enumerate(layers)]
-    _place(live, [parameter for one in weights for parameter in one.parameters])
+    place_around(live, [parameter for one in weights for parameter in one.parameters])
     live.on_undo(stream.close)
     stream.open()
     for number, (layer, names) in enumerate(layers):
@@ -130,31 +130,33 @@ def streamed_layers(model: nn.Module, names: Sequence[str]) -> list[tuple[nn.Mod
         if outer is not None:
             raise UsageError(f"weight-streaming: {name} is a part of {outer}", "Leave one out")
     modules = chosen_modules(model, chosen, WeightStreaming.name)
-    layers = []
-    for module, own in zip(modules, own_names(model, modules), strict=True):
-        owners = dict(module.named_parameters(remove_duplicate=False))
-        plain = tuple(name for name in own if type(owners[name]) in (nn.Parameter, FakeTensor))
-        if plain:
-            layers.append((module, plain))
+    waiting = _waiting_names(model, modules)
+    layers = [(module, inside) for module, inside in zip(modules, waiting, strict=True) if inside]
     if not layers:
         raise UsageError("weight-streaming: the chosen layers have no weights of their own", "Choose others")
     return layers
 
 
-def layer_bytes(model: nn.Module, name: str) -> int:
-    """Bytes of a layer's weights that can wait elsewhere; 0 where there are none."""
-    try:
-        ((module, names),) = streamed_layers(model, (name,))
-    except UsageError:
-        return 0
-    return LayerWeights(module, names).nbytes
+def layer_bytes(model: nn.Module, names: Sequence[str]) -> dict[str, int]:
+    """Bytes of each layer's weights that can wait elsewhere, by its name; 0 where there are none."""
+    modules = [model.get_submodule(name) for name in names]
+    own = _waiting_names(model, modules)
+    return {
+        name: LayerWeights(module, inside).nbytes
+        for name, module, inside in zip(names, modules, own, strict=True)
+    }
 
 
-def _block_bytes(model: nn.Module, block: ModelBlock) -> int:
-    return layer_bytes(model, block.path)
+def _waiting_names(model: nn.Module, modules: Sequence[nn.Module]) -> list[tuple[str, ...]]:
+    """The names, in each layer, of the parameters that can wait elsewhere: its own, and of no class of its own."""
+    found = []
+    for module, own in zip(modules, own_names(model, modules), strict=True):
+        owners = dict(module.named_parameters(remove_duplicate=False))
+        found.append(tuple(name for name in own if type(owners[name]) in (nn.Parameter, FakeTensor)))
+    return found
 
 
-def _place(live: AttachedProgram, away: list[nn.Parameter]) -> None:
+def place_around(live: AttachedProgram, away: list[nn.Parameter]) -> None:
     """Put these parameters onto the host, and all else onto the device; each goes back to where it was."""
     ids = {id(parameter) for parameter in away}
     home = PinnedHome()

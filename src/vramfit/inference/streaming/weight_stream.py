@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -70,10 +70,10 @@ class StreamCounts:
         calls: of each layer, by its number.
     """
 
-    copies: int
-    nbytes: int
-    awaited: int
-    calls: dict[int, int]
+    copies: int = 0
+    nbytes: int = 0
+    awaited: int = 0
+    calls: dict[int, int] = field(default_factory=dict)
 
 
 class WeightStream:
@@ -107,7 +107,7 @@ class WeightStream:
         self._inside: dict[int, tuple[int, WeightSlot | None]] = {}
         self._before: tuple[int, int] = (-1, -1)
         self._after: dict[tuple[int, int], int] = {}
-        self.counts = StreamCounts(0, 0, 0, {})
+        self.counts = StreamCounts()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Slots, copies and files belong to this object alone."""
