@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from types import TracebackType
@@ -12,9 +13,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from vramfit.arguments import shown, text_argument, whole_argument
+from vramfit.arguments import path_argument, shown, text_argument, whole_argument
 from vramfit.errors import UsageError
+from vramfit.inference.streaming.checkpoint import (
+    check_folder,
+    given_values,
+    has_no_memory,
+    located,
+    removed,
+    require,
+    stored_layers,
+)
+from vramfit.inference.streaming.disk_home import DiskHome, FileSource
 from vramfit.inference.streaming.placement import WeightPlacement
+from vramfit.inference.streaming.weight_files import StoredTensor, stored_tensors
 from vramfit.inference.streaming.weight_stream import StreamCounts, WeightStream
 from vramfit.planner.placement_choice import place_weights
 from vramfit.techniques import AttachedProgram
@@ -76,6 +88,8 @@ def streamed(
     offload: Offload | str = Offload.AUTO,
     slots: int | None = None,
     placement: WeightPlacement | str | os.PathLike[str] | None = None,
+    weights: str | os.PathLike[str] | None = None,
+    folder: str | os.PathLike[str] | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> StreamedModel:
     """Let a model compute on a card that it does not fit: its weights come layer by layer, in time for their layer.
@@ -109,16 +123,23 @@ def streamed(
         slots: how many waiting layers the card has memory for at once; None tries two, one and three.
         placement: what was found before, as `WeightPlacement`, as its JSON, or as a file of that; then no example is
             needed and nothing is run.
+        weights: a safetensors file, or a folder of these or of ``NAME.npy`` files, with the model's weights by their
+            names: the layers that do not stay are read from there each time, and take no memory of the host. The model
+            may have been made without memory, on the device ``meta``.
+        folder: where layers that do not stay are written, to be read from there each time; the undo reads them back and
+            removes them.
         progress: called with what is tried.
 
     Raises:
-        UsageError: the example does not fit with one layer on the card at a time, or the arguments contradict each
-            other; nothing has been changed then.
+        UsageError: the example does not fit with one layer on the card at a time, a file cannot be read, or the
+            arguments contradict each other; nothing has been changed then.
+        WriteError: the folder cannot be written to.
         VramfitError: the model fails.
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"model={shown(model)} is not a module", "Give an nn.Module")
     where = _device(device)
+    files = _files(model, weights, folder)
     if placement is None:
         if example is None:
             raise UsageError(
@@ -139,18 +160,73 @@ def streamed(
     else:
         placement = _placement(placement)
     live = AttachedProgram(model, None, where)
-    stream: WeightStream | None = None
     try:
-        if placement.streamed:
-            layers = streamed_layers(model, placement.streamed)
-            stream = WeightStream(where, len(layers), placement.slots)
-            attach_stream(live, stream, layers)
-        else:
-            place_around(live, [])
+        stream = _attached(live, placement, files)
     except BaseException:
         live.undo()
         raise
     return StreamedModel(model, placement, live, stream)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Files:
+    """Where weights wait on disk.
+
+    Attributes:
+        weights: where they are; None where they are written.
+        stored: what is there.
+        folder: where they are written.
+    """
+
+    weights: Path | None = None
+    stored: Mapping[str, StoredTensor] = field(default_factory=dict)
+    folder: Path | None = None
+
+
+def _files(model: nn.Module, weights: Any, folder: Any) -> _Files | None:
+    if weights is not None and folder is not None:
+        raise UsageError("weights and folder are both given", "Weights in files need not be written again")
+    if weights is not None:
+        path = Path(path_argument("weights", weights))
+        return _Files(weights=path, stored=stored_tensors(path))
+    if has_no_memory(model):
+        raise UsageError(
+            "the model was made without values, on the device meta", "Say where they are with weights="
+        )
+    if folder is not None:
+        check_folder(Path(path_argument("folder", folder)))
+        return _Files(folder=Path(folder))
+    return None
+
+
+def _attached(live: AttachedProgram, placement: WeightPlacement, files: _Files | None) -> WeightStream | None:
+    """Place a model as was decided."""
+    known: dict[int, StoredTensor] = {}
+    if files is not None and files.weights is not None:
+        known = located(live.model, files.stored)
+        without = [parameter for parameter in live.model.parameters() if parameter.device.type == "meta"]
+        require(live.model, without, known, files.weights)
+        live.on_undo(given_values(live.model, known))
+        known = located(live.model, files.stored)
+    if not placement.streamed:
+        place_around(live, [])
+        return None
+    layers = streamed_layers(live.model, placement.streamed)
+    if files is None:
+        stream = WeightStream(live.device, len(layers), placement.slots)
+        attach_stream(live, stream, layers)
+        return stream
+    if files.folder is not None:
+        known, written = stored_layers(files.folder, layers)
+        live.on_undo(lambda: removed(written))
+    else:
+        assert files.weights is not None
+        waiting = [layer.get_parameter(name) for layer, names in layers for name in names]
+        require(live.model, waiting, known, files.weights)
+    source = FileSource(known, pinned=live.device.type == "cuda")
+    stream = WeightStream(live.device, len(layers), placement.slots, source=source)
+    attach_stream(live, stream, layers, DiskHome(known))
+    return stream
 
 
 def _device(given: Any) -> torch.device:

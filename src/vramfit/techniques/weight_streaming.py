@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
@@ -98,16 +98,32 @@ class WeightStreaming(Technique[WeightStreamingSetting]):
         attach_stream(live, WeightStream(live.device, len(layers), setting.slots), layers)
 
 
+class WeightHome(Protocol):
+    """Where weights wait."""
+
+    def take(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Let parameters wait there."""
+        ...
+
+    def give_back(self) -> None:
+        """Let them lie where they did before."""
+        ...
+
+
 def attach_stream(
-    live: AttachedProgram, stream: WeightStream, layers: Sequence[tuple[nn.Module, tuple[str, ...]]]
+    live: AttachedProgram,
+    stream: WeightStream,
+    layers: Sequence[tuple[nn.Module, tuple[str, ...]]],
+    home: WeightHome | None = None,
 ) -> None:
     """Place a model with the weights of some layers on the host, and let a stream bring them.
 
     Args:
-        layers: each with the names of its parameters that wait on the host.
+        layers: each with the names of its parameters that wait.
+        home: where they wait; None for pinned memory beside a card, and beside the CPU for where they are.
     """
     weights = [stream.add(number, layer, names) for number, (layer, names) in enumerate(layers)]
-    place_around(live, [parameter for one in weights for parameter in one.parameters])
+    place_around(live, [parameter for one in weights for parameter in one.parameters], home)
     live.on_undo(stream.close)
     stream.open()
     for number, (layer, names) in enumerate(layers):
@@ -156,12 +172,13 @@ def _waiting_names(model: nn.Module, modules: Sequence[nn.Module]) -> list[tuple
     return found
 
 
-def place_around(live: AttachedProgram, away: list[nn.Parameter]) -> None:
+def place_around(live: AttachedProgram, away: list[nn.Parameter], home: WeightHome | None = None) -> None:
     """Put these parameters onto the host, and all else onto the device; each goes back to where it was."""
     ids = {id(parameter) for parameter in away}
-    home = PinnedHome()
-    live.on_undo(home.give_back)
-    if live.device.type == "cuda":
+    if home is None and live.device.type == "cuda":
+        home = PinnedHome()
+    if home is not None:
+        live.on_undo(home.give_back)
         home.take(away)
     if live.placed:
         return

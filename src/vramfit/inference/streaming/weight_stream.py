@@ -24,6 +24,14 @@ from vramfit.inference.streaming.weight_slots import WeightSlot
 class WeightSource(Protocol):
     """Where a layer's weights are read from when it is brought."""
 
+    def open(self, largest: int) -> None:
+        """Get ready for layers of at most so many bytes."""
+        ...
+
+    def close(self) -> None:
+        """Give back what `open` took."""
+        ...
+
     def prepare(self, layer: LayerWeights) -> None:
         """Say that a layer is wanted soon."""
         ...
@@ -36,13 +44,19 @@ class WeightSource(Protocol):
         """Its weights on the host, by number; they stay as they are until `copied`."""
         ...
 
-    def copied(self, layer: LayerWeights, end: Any) -> None:
-        """Say when the copies of what `tensors` gave are over."""
+    def copied(self, layer: LayerWeights, end: Any, lane: Lane) -> None:
+        """Say when the copies of what `tensors` gave are over, and which lane knows that."""
         ...
 
 
 class InHostMemory:
     """Weights are in the host's memory, as the parameters' own data."""
+
+    def open(self, largest: int) -> None:
+        """See `WeightSource`."""
+
+    def close(self) -> None:
+        """See `WeightSource`."""
 
     def prepare(self, layer: LayerWeights) -> None:
         """See `WeightSource`."""
@@ -55,7 +69,7 @@ class InHostMemory:
         """See `WeightSource`."""
         return [parameter.detach() for parameter in layer.parameters]
 
-    def copied(self, layer: LayerWeights, end: Any) -> None:
+    def copied(self, layer: LayerWeights, end: Any, lane: Lane) -> None:
         """See `WeightSource`."""
 
 
@@ -123,9 +137,7 @@ class WeightStream:
         known = self._layers.get(number)
         if known is None or known[0]() is not module:
             weights = LayerWeights(module, names)
-            for slot in self._slots:
-                slot.drop()
-            self._slots.clear()  # they are made anew, as large as is needed now
+            self.close()  # slots are made anew, as large as is needed now
             known = self._layers[number] = weakref.ref(module), weights
         return known[1]
 
@@ -134,6 +146,7 @@ class WeightStream:
         if not self._slots and self._layers:
             self._lane = self._lane or lane_of(self._device)
             size = self.slot_bytes
+            self._source.open(size)
             self._slots = [
                 WeightSlot(size, self._device, self._lane) for _ in range(min(self._slot_count, self._count))
             ]
@@ -142,6 +155,8 @@ class WeightStream:
         """Give the slots' memory back, once copies on their way have ended."""
         for slot in self._slots:
             slot.drop()
+        if self._slots:
+            self._source.close()
         self._slots.clear()
         self._lane = self._given_lane
 
@@ -206,7 +221,7 @@ class WeightStream:
         """All slots are in use, by layers that call this one: its weights get memory for this call alone."""
         assert self._lane is not None
         made, end = self._lane.back(self._source.tensors(weights))
-        self._source.copied(weights, end)
+        self._source.copied(weights, end, self._lane)
         self._count_copy(weights)
         self._lane.wait(end)
         weights.show([nn.Parameter(one, requires_grad=False) for one in made])
@@ -238,13 +253,15 @@ class WeightStream:
     def _bring_ahead(self) -> None:
         """Begin copies of what comes next, into slots that nobody needs before."""
         used = [slot.layer for slot in self._slots if slot.users]
+        room = len(self._slots) - len(used)
         wanted: list[LayerWeights] = []
         for number in self._upcoming():
-            if len(wanted) + len(used) >= len(self._slots):
+            if len(wanted) > room:
                 break
             weights = self._layers[number][1] if number in self._layers else None
             if weights is not None and weights not in wanted and weights not in used:
                 wanted.append(weights)
+        later, wanted = wanted[room:], wanted[:room]
         for weights in wanted:
             if any(slot.holds(weights) for slot in self._slots):
                 continue
@@ -257,6 +274,9 @@ class WeightStream:
             if not self._source.ready(weights):
                 return
             self._bring(slot, weights)
+        for weights in later:
+            if not any(slot.holds(weights) for slot in self._slots):
+                self._source.prepare(weights)
 
     def _slot_for(self, weights: LayerWeights) -> WeightSlot | None:
         """The slot whose layer is needed last, of those that no call uses."""
@@ -271,7 +291,8 @@ class WeightStream:
         return max((slot for slot in self._slots if not slot.users), key=distance, default=None)
 
     def _bring(self, slot: WeightSlot, weights: LayerWeights) -> None:
-        self._source.copied(weights, slot.fill(weights, self._source.tensors(weights)))
+        assert self._lane is not None
+        self._source.copied(weights, slot.fill(weights, self._source.tensors(weights)), self._lane)
         self._count_copy(weights)
 
     def _count_copy(self, weights: LayerWeights) -> None:
