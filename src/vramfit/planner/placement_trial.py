@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vramfit.errors import UsageError, VramfitError
+from vramfit.errors import UsageError
 from vramfit.inference.streaming.layer_weights import uses
 from vramfit.inference.streaming.placement import Place, PlacedLayer, WeightPlacement
 from vramfit.inference.streaming.weight_stream import StreamCounts, StreamedLayer
@@ -92,12 +92,12 @@ def candidate_layers(model: nn.Module) -> tuple[dict[str, int], frozenset[str]]:
     """The layers of a model that could wait on the host with their bytes, and which of them are single modules.
 
     These are the blocks, and outside of them the modules with at least 1 % of the weights, such as a head. One that
-    has the model's first parameter is none of these: programs look there where the model is.
+    has the model's first parameter is none of these where there are blocks: programs look there where the model is.
     """
     blocks = [block.path for block in find_blocks(model)]
     everything = uses(model)
     least = max(1, _LEAST_PART * sum({id(p): p.nbytes for _, p in everything}.values()))
-    first = everything[0][1] if everything else None
+    first = everything[0][1] if everything and blocks else None
     singles = [
         path
         for path, module in model.named_modules()
@@ -215,7 +215,7 @@ class _Search:
         """
         try:
             return self.run(tuple(self.layers), slots)
-        except VramfitError:
+        except Exception:  # whatever a program raises that meets a tensor of the host
             if not self.singles or len(self.singles) == len(self.layers):
                 raise
             self.layers = {name: size for name, size in self.layers.items() if name not in self.singles}
@@ -258,18 +258,23 @@ class _Search:
         )
 
     def _filled(self, kept: list[str], best: PlacementRun) -> PlacementRun:
-        """The run with single further layers in what room is left."""
+        """The run with single further layers in what room is left: smaller ones than the one that did not fit."""
+        failed = max((self.layers[name] for name in best.streamed), default=0)
         for _ in range(_FILLINGS):
+            smaller = sorted(
+                (name for name in best.streamed if self.layers[name] < failed),
+                key=lambda one: self.layers[one],
+            )
+            if not smaller or len(best.streamed) <= best.slots:
+                break
             room = self.limit - best.reserved
-            rest = [name for name in best.streamed if self.layers[name] <= room]
-            if not rest or len(best.streamed) <= best.slots:
-                break
-            more = max(rest, key=lambda name: self.layers[name])
+            more = next((name for name in reversed(smaller) if self.layers[name] <= room), smaller[0])
             run = self.run(self._waiting([*kept, more]), best.slots)
-            if run.reserved > self.limit:
-                break
-            kept.append(more)
-            best = run
+            if run.reserved <= self.limit:
+                kept.append(more)
+                best = run
+            else:
+                failed = self.layers[more]
         return best
 
     def _with_third_slot(self, kept: list[str], best: PlacementRun) -> PlacementRun:

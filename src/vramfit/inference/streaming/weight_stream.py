@@ -1,9 +1,4 @@
-"""Which layer's weights are brought to the card, and when.
-
-NOTE [What comes next]: which layer follows which is learned while the model runs: from the last two layers that were
-called, the one that followed them last time is brought. Before anything is known it is the next in the list. A wrong
-guess costs a copy, and never a value: whoever is called waits for its own weights.
-"""
+"""Which layer's weights are brought to the card, and when."""
 
 from __future__ import annotations
 
@@ -11,12 +6,14 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from vramfit.inference.host_lane import Lane, lane_of
+from vramfit.inference.streaming.call_order import CallOrder
 from vramfit.inference.streaming.layer_weights import LayerWeights, laid_out
 from vramfit.inference.streaming.weight_slots import WeightSlot
 
@@ -119,8 +116,7 @@ class WeightStream:
         self._layers: dict[int, tuple[weakref.ref[nn.Module], LayerWeights]] = {}
         self._slots: list[WeightSlot] = []
         self._inside: dict[int, tuple[int, WeightSlot | None]] = {}
-        self._before: tuple[int, int] = (-1, -1)
-        self._after: dict[tuple[int, int], int] = {}
+        self._order = CallOrder(count)
         self.counts = StreamCounts()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -203,7 +199,7 @@ class WeightStream:
     def _enter(self, number: int, weights: LayerWeights) -> WeightSlot | None:
         self.open()
         self.counts.calls[number] = self.counts.calls.get(number, 0) + 1
-        self._learn(number)
+        self._order.note(number)
         slot = next((one for one in self._slots if one.holds(weights)), None)
         if slot is None:
             slot = self._slot_for(weights)
@@ -233,29 +229,12 @@ class WeightStream:
             slot.done()
             self._bring_ahead()
 
-    def _learn(self, number: int) -> None:
-        first, second = self._before
-        if second >= 0:
-            self._after[first, second] = number
-            self._after[-1, second] = number
-        self._before = second, number
-
-    def _upcoming(self) -> Iterator[int]:
-        """Layers in the order in which they are expected."""
-        first, second = self._before
-        for _ in range(self._count):
-            following = self._after.get((first, second))
-            if following is None:
-                following = self._after.get((-1, second), (second + 1) % self._count)
-            first, second = second, following
-            yield following
-
     def _bring_ahead(self) -> None:
         """Begin copies of what comes next, into slots that nobody needs before."""
         used = [slot.layer for slot in self._slots if slot.users]
         room = len(self._slots) - len(used)
         wanted: list[LayerWeights] = []
-        for number in self._upcoming():
+        for number in self._order.upcoming():
             if len(wanted) > room:
                 break
             weights = self._layers[number][1] if number in self._layers else None
@@ -283,7 +262,11 @@ class WeightStream:
         stale = next((slot for slot in self._slots if slot.layer is weights and not slot.users), None)
         if stale is not None:
             return stale
-        upcoming = [self._layers[one][1] for one in self._upcoming() if one in self._layers]
+        upcoming = [
+            self._layers[one][1]
+            for one in islice(self._order.upcoming(), 2 * self._count)
+            if one in self._layers
+        ]
 
         def distance(slot: WeightSlot) -> int:
             return next((at for at, one in enumerate(upcoming) if one is slot.layer), len(upcoming))
