@@ -26,7 +26,6 @@ ORDER = (
     "activation-offload",
     "activation-compression",
     "parameter-offload",
-    "weight-streaming",
     "fused-norms",
     "parameter-sharing",
     "early-release",
@@ -46,6 +45,7 @@ ORDER = (
     "uint8-inputs",
     "layerwise-chunking",
     "tiling",
+    "weight-streaming",
 )
 TECHNIQUE = """
 from vramfit.techniques import AttachStage, Numerics, Setting, Technique

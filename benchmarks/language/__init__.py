@@ -1,0 +1,1 @@
+"""Language models within a budget, beside what others offer."""
