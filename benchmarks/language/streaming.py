@@ -170,10 +170,20 @@ def accelerate_map(weights: int) -> Callable[[nn.Module], None]:
     return prepare
 
 
-def diffusers_groups(model: nn.Module, streams: bool = True) -> None:
-    """Blocks come and go as groups, the next one on a stream of its own."""
-    options: dict[str, Any] = {"offload_type": "block_level", "num_blocks_per_group": 1}
-    apply_group_offloading(model, onload_device=torch.device("cuda"), use_stream=streams, **options)
+def diffusers_blocks(model: nn.Module) -> None:
+    """Blocks come one after another, the next one on a stream of its own; the head stays."""
+    card = torch.device("cuda")
+    model.lm_head.to(card)  # blocks are looked for among the children of what is given
+    apply_group_offloading(
+        model.model, onload_device=card, offload_type="block_level", num_blocks_per_group=1, use_stream=True
+    )
+
+
+def diffusers_leaves(model: nn.Module) -> None:
+    """Every layer comes when it is called, the next one on a stream of its own."""
+    apply_group_offloading(
+        model, onload_device=torch.device("cuda"), offload_type="leaf_level", use_stream=True
+    )
 
 
 def whole(model: nn.Module) -> None:
@@ -200,13 +210,13 @@ def large(task: Task, console: Console) -> bool:
     found.undo()
     del model, found
     ways: list[tuple[str, Callable[[nn.Module], object]]] = [
-        ("whole, on a card that is large enough", whole),
+        ("whole, on a larger card", whole),
         ("vramfit.streamed", streamed_at(placement)),
         ("accelerate cpu_offload", accelerate_all),
-        ("accelerate device_map, max_memory = budget", accelerate_map(task.budget)),
-        ("accelerate device_map, 10 % kept back", accelerate_map(task.budget * 9 // 10)),
-        ("diffusers group offloading, stream", diffusers_groups),
-        ("diffusers group offloading, no stream", lambda m: diffusers_groups(m, streams=False)),
+        ("accelerate device_map, budget", accelerate_map(task.budget)),
+        ("accelerate device_map, budget less 10 %", accelerate_map(task.budget * 9 // 10)),
+        ("diffusers group offloading, blocks", diffusers_blocks),
+        ("diffusers group offloading, leaves", diffusers_leaves),
     ]
     table = Table(
         title=f"Llama 7B's shape, float16, on a virtual {spec.name}, budget {task.budget / GIB:.2f} GiB"

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForCondition
 
 import vramfit
 from vramfit.errors import UsageError, VramfitError
-from vramfit.inference.streaming.placement import Place, PlacedLayer, WeightPlacement
+from vramfit.inference.streaming.placement import LayerPlace, PlacedLayer, WeightPlacement
 
 CARD = "RTX 4090"
 
@@ -51,7 +51,7 @@ def generated(model: nn.Module) -> torch.Tensor:
 
 def placed(*names: str, slots: int = 2) -> WeightPlacement:
     """A placement that nobody looked for."""
-    layers = tuple(PlacedLayer(name=name, nbytes=1, place=Place.HOST, calls=1) for name in names)
+    layers = tuple(PlacedLayer(name=name, nbytes=1, place=LayerPlace.HOST, calls=1) for name in names)
     return WeightPlacement(
         card=CARD,
         budget_bytes=1,

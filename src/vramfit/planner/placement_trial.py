@@ -16,7 +16,7 @@ from torch import nn
 
 from vramfit.errors import UsageError
 from vramfit.inference.streaming.layer_weights import uses
-from vramfit.inference.streaming.placement import Place, PlacedLayer, WeightPlacement
+from vramfit.inference.streaming.placement import LayerPlace, PlacedLayer, WeightPlacement
 from vramfit.inference.streaming.weight_stream import StreamCounts, StreamedLayer
 from vramfit.planner.devices.cost import DeviceBackend, own_step_cost
 from vramfit.planner.planner_job import DeviceMemory
@@ -371,7 +371,7 @@ class _Search:
                 PlacedLayer(
                     name=name,
                     nbytes=size,
-                    place=Place.HOST if name in waiting else Place.CARD,
+                    place=LayerPlace.HOST if name in waiting else LayerPlace.CARD,
                     calls=calls[name],
                 )
                 for name, size in self.layers.items()

@@ -15,7 +15,7 @@ FORMAT = "vramfit placement"
 VERSION = 1
 
 
-class Place(Enum):
+class LayerPlace(Enum):
     """Where a layer's weights are between its calls.
 
     Attributes:
@@ -40,7 +40,7 @@ class PlacedLayer:
 
     name: str
     nbytes: int
-    place: Place
+    place: LayerPlace
     calls: int
 
 
@@ -79,12 +79,12 @@ class WeightPlacement:
     @property
     def streamed(self) -> tuple[str, ...]:
         """Names of the layers that wait on the host."""
-        return tuple(layer.name for layer in self.layers if layer.place is Place.HOST)
+        return tuple(layer.name for layer in self.layers if layer.place is LayerPlace.HOST)
 
     @property
     def streamed_bytes(self) -> int:
         """Bytes of their weights."""
-        return sum(layer.nbytes for layer in self.layers if layer.place is Place.HOST)
+        return sum(layer.nbytes for layer in self.layers if layer.place is LayerPlace.HOST)
 
     @property
     def weight_bytes(self) -> int:
