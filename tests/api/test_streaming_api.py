@@ -127,6 +127,27 @@ def test_weights_on_disk_take_three_buffers_of_the_host(tmp_path: Path) -> None:
         assert len(list(tmp_path.iterdir())) == 12
 
 
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux says what is resident")
+def test_what_is_resident_does_not_grow_with_the_weights(tmp_path: Path) -> None:
+    def layers() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(1536, 1536, bias=False) for _ in range(16))).eval()
+
+    def resident() -> int:
+        lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+        return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(("RssAnon", "RssFile")))
+
+    save_file({name: one.detach() for name, one in layers().named_parameters()}, tmp_path / "w.safetensors")
+    with torch.device("meta"):
+        model = layers()
+    x, each, before = torch.rand(2, 1536), 1536 * 1536 * 4, resident()
+    names = tuple(str(number) for number in range(16))
+    with vramfit.streamed(model, placement=placed(*names), device="cpu", weights=tmp_path):
+        for _ in range(3):
+            model(x)
+        grown = resident() - before
+    assert grown < 7 * each  # three buffers and two slots, and what else the process took
+
+
 def test_a_placement_is_found_kept_as_json_and_holds_on_the_virtual_card(tmp_path: Path) -> None:
     model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8))).eval()
     x = torch.rand(4, 1024)

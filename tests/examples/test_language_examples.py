@@ -17,7 +17,9 @@ def test_a_large_model_streams(
 ) -> None:
     said = []
     for _ in range(2):
-        monkeypatch.setattr(sys, "argv", [SCRIPT.name, *SMALL, "--placement", str(tmp_path / "placement.json")])
+        monkeypatch.setattr(
+            sys, "argv", [SCRIPT.name, *SMALL, "--placement", str(tmp_path / "placement.json")]
+        )
         runpy.run_path(str(SCRIPT), run_name="__main__")
         said.append(capsys.readouterr().out)
     assert "2 slots for the others" in said[0]
