@@ -22,6 +22,6 @@ def test_a_large_model_streams(
         )
         runpy.run_path(str(SCRIPT), run_name="__main__")
         said.append(capsys.readouterr().out)
-    assert "2 slots for the others" in said[0]
+    assert "3 of 13 layers stay on the card" in said[0]
     assert "4 new tokens" in said[0]
     assert said[0] == said[1]

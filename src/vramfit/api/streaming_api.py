@@ -28,7 +28,9 @@ from vramfit.inference.streaming.disk_home import DiskHome, FileSource
 from vramfit.inference.streaming.placement import WeightPlacement
 from vramfit.inference.streaming.weight_files import StoredTensor, stored_tensors
 from vramfit.inference.streaming.weight_stream import StreamCounts, WeightStream
+from vramfit.planner.live_choice import LiveModel
 from vramfit.planner.placement_choice import place_weights
+from vramfit.planner.placement_trial import PlacementQuestion
 from vramfit.techniques import AttachedProgram
 from vramfit.techniques.weight_streaming import MOST_SLOTS, attach_stream, place_around, streamed_layers
 
@@ -146,17 +148,14 @@ def streamed(
                 "nothing says what the model is to be used for",
                 "Give an example of the largest call, or a placement that was found before",
             )
-        placement = place_weights(
-            model,
-            example,
+        question = PlacementQuestion(
+            example=example,
             method=_method(model, example, method),
             never=_offload(offload) is Offload.NEVER,
             slots=None if slots is None else whole_argument("slots", slots, least=1, most=MOST_SLOTS),
-            device=where,
-            budget=budget,
-            gpu=gpu,
-            progress=progress,
         )
+        live_model = LiveModel(model=model, device=where, budget=budget, gpu=gpu)
+        placement = place_weights(live_model, question, progress)
     else:
         placement = _placement(placement)
     live = AttachedProgram(model, None, where)
