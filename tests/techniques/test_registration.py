@@ -45,6 +45,7 @@ ORDER = (
     "uint8-inputs",
     "layerwise-chunking",
     "tiling",
+    "weight-streaming",
 )
 TECHNIQUE = """
 from vramfit.techniques import AttachStage, Numerics, Setting, Technique

@@ -24,6 +24,7 @@ from vramfit.errors import UnknownGpuError, UsageError
 from vramfit.files import Writes, make_policy, protect
 from vramfit.files.protection import stand
 from vramfit.gpus import GpuSpec, find_gpu
+from vramfit.inference.streaming.placement import WeightPlacement
 from vramfit.launch.interrupts import note_interrupts
 from vramfit.launch.job import job_file, tell
 from vramfit.launch.running import leave_after
@@ -38,6 +39,7 @@ from vramfit.planner.devices.virtual_backend import VirtualBackend
 from vramfit.planner.gradient_check import promised_plan
 from vramfit.planner.largest_size import CardCheck, LargestSize, SizeSearch
 from vramfit.planner.output_check import compare_outputs
+from vramfit.planner.placement_trial import found_placement
 from vramfit.planner.plan_file import plan_to_toml
 from vramfit.planner.planner_job import (
     PRICE,
@@ -49,6 +51,7 @@ from vramfit.planner.planner_job import (
     FitJob,
     MeasureJob,
     MeasureShapesJob,
+    PlaceWeightsJob,
     PlanJob,
     PlannerJob,
     RequestPeakJob,
@@ -254,6 +257,14 @@ def request_peak(
     return measured_request(device, workload.model, workload.batch(batch_size=1))
 
 
+def place_weights(
+    workload: Workload, device: DeviceBackend, job: PlaceWeightsJob, progress: Progress
+) -> WeightPlacement:
+    """The layers of a packed model that stay on the card."""
+    question = workload.batch(batch_size=1)
+    return found_placement(device, workload.model, question, job.memory, progress)
+
+
 TASKS: dict[str, tuple[type[PlannerJob], Callable[..., Any]]] = {
     "plan": (PlanJob, plan),
     "fit": (FitJob, fit),
@@ -265,6 +276,7 @@ TASKS: dict[str, tuple[type[PlannerJob], Callable[..., Any]]] = {
     "choose-chunk": (ChooseChunkJob, choose_chunk),
     "measure-shapes": (MeasureShapesJob, measure_shapes),
     "request-peak": (RequestPeakJob, request_peak),
+    "place-weights": (PlaceWeightsJob, place_weights),
 }
 """The kinds of job, and what does each."""
 

@@ -292,6 +292,15 @@ class RequestPeakJob(PlannerJob):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PlaceWeightsJob(PlannerJob):
+    """The layers of a model that stay on the card for a use of it, which the target holds; `memory` as of a
+    `ChooseTileJob`.
+    """
+
+    task: str = "place-weights"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Answer(Generic[Found]):
     """What the child found.
 
