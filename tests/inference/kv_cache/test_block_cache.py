@@ -13,6 +13,7 @@ import torch
 from transformers import (
     BartConfig,
     BartForConditionalGeneration,
+    BertConfig,
     DynamicCache,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
@@ -26,6 +27,8 @@ from transformers import (
     ResNetConfig,
     T5Config,
     T5ForConditionalGeneration,
+    ViTConfig,
+    XLNetConfig,
 )
 
 import vramfit
@@ -360,7 +363,10 @@ def test_a_cache_that_is_dropped_gives_its_memory_back_without_the_collector(lla
 def test_bad_input_is_refused_in_one_line(llama: Any) -> None:
     cases: list[tuple[Any, dict[str, Any], str]] = [
         (MambaConfig(num_hidden_layers=1), {"budget": "1GiB"}, "keeps a LinearAttentionLayer"),
-        (ResNetConfig(), {"budget": "1GiB"}, "describes no layers with a key-value cache"),
+        (ViTConfig(), {"budget": "1GiB"}, "keeps no keys and values from call to call"),
+        (BertConfig(), {"budget": "1GiB"}, "keeps no keys and values from call to call"),
+        (XLNetConfig(), {"budget": "1GiB"}, "keeps no keys and values from call to call"),
+        (ResNetConfig(), {"budget": "1GiB"}, "keeps no keys and values from call to call"),
         (object(), {"budget": "1GiB"}, "no model of transformers"),
         (T5Config(), {"budget": "1GiB"}, "has an encoder"),
         (llama, {}, "needs a budget in bytes or a number of tokens"),

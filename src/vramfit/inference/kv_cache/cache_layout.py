@@ -114,6 +114,8 @@ def read_layout(config: Any, *, window: int | None = None, sinks: int = 0) -> Ca
         UsageError: the model has no attention, or layers that keep something else than keys and values.
     """
     name = type(config).__name__
+    if not _keeps_states(config):
+        raise UsageError(f"{name} is of a model that keeps no keys and values from call to call", _OTHERS)
     kinds = _layer_kinds(config, name)
     alike: dict[tuple[HeadShape, LayerKind, int | None], list[int]] = {}
     for layer, (kind, own) in enumerate(kinds):
@@ -135,6 +137,16 @@ def read_layout(config: Any, *, window: int | None = None, sinks: int = 0) -> Ca
 
 
 _OTHERS = "Leave the cache out: transformers makes the one that such a model needs"
+
+
+def _keeps_states(config: Any) -> bool:
+    """Whether a model has a cache to use: models of masked words have one only as decoders."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+    if not hasattr(config, "use_cache"):
+        return False
+    masked = getattr(config, "model_type", None) in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    return not masked or config.is_encoder_decoder or bool(getattr(config, "is_decoder", False))
 
 
 def _layer_kinds(config: Any, name: str) -> list[tuple[LayerKind, int | None]]:
