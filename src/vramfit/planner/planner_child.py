@@ -46,13 +46,16 @@ from vramfit.planner.planner_job import (
     ConfirmJob,
     DeviceMemory,
     FitJob,
+    FormatTableJob,
     MeasureJob,
     PlanJob,
     PlannerJob,
+    TryFormatsJob,
     VerifyMemoryJob,
     VerifyValuesJob,
 )
 from vramfit.planner.plans import Plan, plan_request, sizes_of
+from vramfit.planner.quantization.format_trial import TriedFormats, format_table, try_formats
 from vramfit.planner.search import PlanFound
 from vramfit.planner.search_cache import SearchCache
 from vramfit.planner.search_clock import SearchClock, interruptible
@@ -70,6 +73,8 @@ from vramfit.planner.verification import (
 )
 from vramfit.planner.workload_check import check_workload, failure_of_task
 from vramfit.techniques import with_choices
+from vramfit.techniques.quantization.byte_program import FormatTable
+from vramfit.techniques.quantization.weight_formats import WeightFormat
 from vramfit.virtual.gpu import VirtualGPU
 from vramfit.workload import Workload, load_workload
 
@@ -234,6 +239,26 @@ def choose_chunk(
     return quickest_chunk(device, workload.model, question, job.memory.budget, progress)
 
 
+def find_format_table(
+    workload: Workload, device: DeviceBackend, job: FormatTableJob, progress: Progress
+) -> FormatTable:
+    """What a packed model takes with its layers in each format."""
+    question = workload.batch(batch_size=1)
+    formats = [WeightFormat(one) for one in job.formats]
+    return format_table(device, workload.model, question, formats, progress)
+
+
+def try_choices(
+    workload: Workload, device: DeviceBackend, job: TryFormatsJob, progress: Progress
+) -> TriedFormats:
+    """What torch reserves with choices of formats for a packed model."""
+    question = workload.batch(batch_size=1)
+    choices = [{name: WeightFormat(one) for name, one in choice.items()} for choice in job.choices]
+    return try_formats(
+        device, workload.model, question, choices, job.memory.budget, job.enough, progress
+    )
+
+
 TASKS: dict[str, tuple[type[PlannerJob], Callable[..., Any]]] = {
     "plan": (PlanJob, plan),
     "fit": (FitJob, fit),
@@ -243,6 +268,8 @@ TASKS: dict[str, tuple[type[PlannerJob], Callable[..., Any]]] = {
     "verify-values": (VerifyValuesJob, verify_values),
     "choose-tile": (ChooseTileJob, choose_tile),
     "choose-chunk": (ChooseChunkJob, choose_chunk),
+    "format-table": (FormatTableJob, find_format_table),
+    "try-formats": (TryFormatsJob, try_choices),
 }
 """The kinds of job, and what does each."""
 
