@@ -120,7 +120,7 @@ def quantized(
     return _changed(model, choice.formats, where, choice)
 
 
-def _chosen(  # noqa: PLR0913  # the arguments of quantized
+def _chosen(  # the arguments of quantized
     model: nn.Module,
     batches: Any,
     budget: int | str | None,

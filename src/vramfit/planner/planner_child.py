@@ -254,9 +254,7 @@ def try_choices(
     """What torch reserves with choices of formats for a packed model."""
     question = workload.batch(batch_size=1)
     choices = [{name: WeightFormat(one) for name, one in choice.items()} for choice in job.choices]
-    return try_formats(
-        device, workload.model, question, choices, job.memory.budget, job.enough, progress
-    )
+    return try_formats(device, workload.model, question, choices, job.memory.budget, job.enough, progress)
 
 
 TASKS: dict[str, tuple[type[PlannerJob], Callable[..., Any]]] = {

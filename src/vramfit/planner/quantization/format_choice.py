@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -93,9 +93,7 @@ class BytesElsewhere:
         found = asked_about(
             self.live,
             self.question,
-            lambda target, memory: TryFormatsJob(
-                target=target, memory=memory, choices=plain, enough=enough
-            ),
+            lambda target, memory: TryFormatsJob(target=target, memory=memory, choices=plain, enough=enough),
             TriedFormats,
             self.progress,
         )
@@ -199,9 +197,7 @@ def choose_formats(
         fitting, runs = _fitting(program, bytes_of, limit)
         fitting = fitting or {_key(least): (least, reserved)}
         progress("the best choices, all layers together")
-        costs = {
-            key: measured(model, chosen, measure, where) for key, (chosen, _) in fitting.items()
-        }
+        costs = {key: measured(model, chosen, measure, where) for key, (chosen, _) in fitting.items()}
     best = min(costs, key=lambda key: (costs[key], fitting[key][1]))
     chosen, reserved = fitting[best]
     if not math.isfinite(costs[best]):
@@ -223,9 +219,7 @@ def choose_formats(
     )
 
 
-def without_raising(
-    table: FormatTable, formats: Sequence[WeightFormat]
-) -> tuple[FormatTable, list[str]]:
+def without_raising(table: FormatTable, formats: Sequence[WeightFormat]) -> tuple[FormatTable, list[str]]:
     """The table without settings that raise the peak, and what was refused, in words.
 
     A format is refused for all layers where the model with all of them in it peaks higher than as it is; for one layer
@@ -246,24 +240,12 @@ def without_raising(
         own = layer.weight[WeightFormat.NONE.value]
         larger = {name for name, size in layer.weight.items() if size > own and name not in raising}
         refused += [
-            f"{layer.name} in {name} takes {format_bytes(layer.weight[name])} in place of "
-            f"{format_bytes(own)}"
+            f"{layer.name} in {name} takes {format_bytes(layer.weight[name])} in place of {format_bytes(own)}"
             for name in sorted(larger)
         ]
-        layers.append(_without(layer, raising | larger))
-    return _with_layers(table, layers), refused
-
-
-def _without(layer: Any, names: set[str]) -> Any:
-    from dataclasses import replace
-
-    return replace(layer, weight={key: size for key, size in layer.weight.items() if key not in names})
-
-
-def _with_layers(table: FormatTable, layers: Sequence[Any]) -> FormatTable:
-    from dataclasses import replace
-
-    return replace(table, layers=tuple(layers))
+        kept = {key: size for key, size in layer.weight.items() if key not in raising | larger}
+        layers.append(replace(layer, weight=kept))
+    return replace(table, layers=tuple(layers)), refused
 
 
 def _formats(

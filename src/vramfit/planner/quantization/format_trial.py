@@ -152,4 +152,3 @@ def _step(question: FormatQuestion, watching: Watching | None, state: State, _ba
             for batch in question.batches:
                 use(state.model, to_device(batch, state.device))
         watching.runs.append(run)
-

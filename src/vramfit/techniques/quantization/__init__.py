@@ -224,4 +224,3 @@ def _by_sizes(table: FormatTable, scores: LayerScores) -> list[WeightQuantizatio
         if chosen:
             found.append(WeightQuantizationSetting(formats=chosen[0]))
     return found
-

@@ -1,8 +1,8 @@
 """Chooses a format for each layer: an integer program whose constraint is the peak in bytes, and near-optimal ones.
 
-NOTE [The peak]: let ``x`` choose one format for each layer, ``W`` be the bytes of its weight and scales, and let a call of
-a layer begin with ``A`` bytes that tensors hold beside the weights of linear layers. Within the call its format takes
-``T`` bytes more: its result, rounded inputs, the weight widened. Then the peak is the largest, over the calls, of
+NOTE [The peak]: let ``x`` choose one format for each layer, ``W`` be the bytes of its weight and scales, and let a call
+of a layer begin with ``A`` bytes that tensors hold beside the weights of linear layers. Within the call its format
+takes ``T`` bytes more: its result, rounded inputs, the weight widened. Then the peak is the largest, over the calls, of
 ``sum W x + A + sum T x``, and of ``sum W x + outside`` between the calls. ``A`` and ``T`` are measured by running the
 model once in each format (layer_bytes.py). Since a peak is a maximum, the constraint is one row for each call.
 
@@ -82,9 +82,7 @@ class FormatTable:
         """The peak of tensors for a choice; layers that it does not name stay as they are."""
         names = {one.name: chosen.get(one.name, WeightFormat.NONE).value for one in self.layers}
         weights = sum(one.weight[names[one.name]] for one in self.layers)
-        calls = [
-            call.level + call.takes[names[one.name]] for one in self.layers for call in one.calls
-        ]
+        calls = [call.level + call.takes[names[one.name]] for one in self.layers for call in one.calls]
         packing = [one.packing.get(names[one.name], 0) for one in self.layers]
         return max(weights + max([self.outside, *calls]), *packing, 0)
 
@@ -129,7 +127,7 @@ class FormatProgram:
                 cost.append(0.0 if one is WeightFormat.NONE else max(0.0, scores.alone[key]))
                 rows.append(place.get(key))
         self._cost = np.array(cost)
-        self._pairs = None if scores.pairs is None else _laid_out(np.asarray(scores.pairs), rows)
+        self._pairs: Any = None if scores.pairs is None else _laid_out(np.asarray(scores.pairs), rows)
         self._owner = np.array([number for number, _ in self._variables])
         self._bytes = _VariableBytes(table, self._variables)
 
@@ -277,7 +275,7 @@ class FormatProgram:
         old = np.array(current)[layers]
         gain = 2 * (towards[new] - towards[old])
         gain += matrix[new, new] + matrix[old, old] - 2 * matrix[new, old]
-        tries = [(float(gain[one]), (one,)) for one in range(len(moves))]
+        tries: list[tuple[float, tuple[int, ...]]] = [(float(gain[one]), (one,)) for one in range(len(moves))]
         if pairs:
             both = gain[:, None] + gain[None, :]
             cross = matrix[np.ix_(new, new)] - matrix[np.ix_(new, old)]

@@ -52,9 +52,7 @@ def watched(model: nn.Module, names: Sequence[str]) -> Iterator[WatchedRun]:
 
     torch.cuda.reset_peak_memory_stats()
     hooks = [layer.register_forward_pre_hook(before) for layer in layers]
-    hooks += [
-        layer.register_forward_hook(after(name)) for name, layer in zip(names, layers, strict=True)
-    ]
+    hooks += [layer.register_forward_hook(after(name)) for name, layer in zip(names, layers, strict=True)]
     try:
         yield run
         run.outside = max(run.outside, torch.cuda.max_memory_allocated())
@@ -167,4 +165,3 @@ def _highest(calls: Sequence[LayerCall]) -> list[LayerCall]:
             for other in kept
         )
     ]
-

@@ -1,7 +1,7 @@
-"""Measures what formats cost in quality: the divergence of a model's logits from the plain model's, or the user's measure.
+"""Measures what formats cost in quality: the divergence of a model's logits from the plain ones, or the user's measure.
 
-NOTE [Products]: the second-order term of KL(p || q) in the change ``d`` of the logits is half the variance of ``d`` under
-``p`` (Kullback's relation to Fisher information). So each format of a layer leaves a vector,
+NOTE [Products]: the second-order term of KL(p || q) in the change ``d`` of the logits is half the variance of ``d``
+under ``p`` (Kullback's relation to Fisher information). So each format of a layer leaves a vector,
 ``sqrt(p / 2n) (d - mean d)`` over n places, whose squared norm is about its divergence, and inner products of two of
 them say what both do together. Vectors of more than 65,536 numbers are hashed to as many with random signs, which keeps
 inner products in expectation (Charikar, Chen, Farach-Colton, 2002).
@@ -213,7 +213,9 @@ def measured_alone(
 def _hashed(values: torch.Tensor) -> torch.Tensor:
     if values.numel() <= _HASHED:
         return values.float()
-    draws = torch.Generator(device="cpu").manual_seed(0)  # the same for every change, and nobody else's numbers
+    draws = torch.Generator(device="cpu").manual_seed(
+        0
+    )  # the same for every change, and nobody else's numbers
     places = torch.randint(_HASHED, (values.numel(),), generator=draws).to(values.device)
     signs = torch.randint(2, (values.numel(),), generator=draws).to(values.device) * 2 - 1
     found = torch.zeros(_HASHED, dtype=torch.float64, device=values.device)

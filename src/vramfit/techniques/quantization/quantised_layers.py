@@ -1,8 +1,8 @@
 """Gives layers of a model their formats, in place, with the undo; and puts the model where it computes.
 
-NOTE [Order]: a weight is brought to the card by itself, packed there and sent back to the host; when all are packed, the
-model is moved. So the card never holds the whole model in floating point, nor pieces of what packing took between the
-packed weights: a segment of the allocator stays as long as one block in it is in use.
+NOTE [Order]: a weight is brought to the card by itself, packed there and sent back to the host; when all are packed,
+the model is moved. So the card never holds the whole model in floating point, nor pieces of what packing took between
+the packed weights: a segment of the allocator stays as long as one block in it is in use.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def quantise_layers(
             torch.cuda.get_device_name(device),
         )
     holders = _holders(live.model)
-    before: dict[str, nn.Parameter] = {}
-    live.keep_pageable(lambda: list(before.values()))
+    before: dict[str, torch.Tensor] = {}
+    live.keep_pageable(before.values)
     # The largest first, while the card holds the least.
     for name in sorted(chosen, key=lambda name: -layers[name].weight.numel()):
         before[name] = layers[name].weight
@@ -120,6 +120,5 @@ def _quantise(
     live.on_undo(put_back)
 
 
-def _moved(weight: nn.Parameter, device: torch.device) -> nn.Parameter:
+def _moved(weight: torch.Tensor, device: torch.device) -> nn.Parameter:
     return nn.Parameter(weight.detach().to(device), requires_grad=False)
-
