@@ -15,7 +15,7 @@ from vramfit.arguments import call_argument, names_argument, shown
 from vramfit.errors import UsageError
 from vramfit.gpus import GpuSpec
 from vramfit.planner.live_choice import LiveModel
-from vramfit.planner.quantization.format_choice import BytesElsewhere, FormatChoice, choose_formats
+from vramfit.planner.quantization.format_choice import BytesElsewhere, FormatChoice, FormatSearch
 from vramfit.planner.quantization.format_trial import FormatQuestion
 from vramfit.techniques.core.attached_program import AttachedProgram
 from vramfit.techniques.quantization.quantised_layers import quantise_layers
@@ -147,17 +147,17 @@ def _chosen(  # the arguments of quantized
     memory = live.memory()
     if memory.gpu is None:
         raise UsageError("nothing says for which card formats are chosen", 'Give one, such as gpu="RTX 4090"')
-    return choose_formats(
+    search = FormatSearch(
         model,
         question,
         BytesElsewhere(live=live, question=question, progress=told),
-        memory.budget,
         card=memory.gpu.name,
         capability=memory.gpu.compute_capability,
         formats=named,
         quality=None if quality is None else call_argument("quality", quality),
         progress=told,
     )
+    return search.choice(memory.budget)
 
 
 def _names(formats: Any) -> Sequence[Any]:

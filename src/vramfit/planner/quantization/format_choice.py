@@ -7,9 +7,10 @@ program's limit falls by what it was too much. What is given back was run, and r
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -42,10 +43,10 @@ from vramfit.units import format_bytes
 Progress = Callable[[str], None]
 Formats = Mapping[str, WeightFormat]
 
-_CANDIDATES = 6
+_CANDIDATES = 4
 """Programs that are solved for one limit, each other than those before."""
 
-_FINALISTS = 4
+_FINALISTS = 3
 """Choices that fit and are measured together."""
 
 _LIMITS = 12
@@ -142,25 +143,12 @@ class FormatChoice:
         )
 
 
-def choose_formats(
-    model: nn.Module,
-    question: FormatQuestion,
-    bytes_of: Bytes,
-    limit: int,
-    *,
-    card: str,
-    capability: tuple[int, int],
-    formats: Sequence[WeightFormat] | None = None,
-    quality: Callable[[nn.Module], Any] | None = None,
-    device: torch.device | None = None,
-    progress: Progress = lambda _text: None,
-) -> FormatChoice:
-    """The formats with which a model costs least in quality among those that stay within a limit.
+class FormatSearch:
+    """Chooses formats for one model and one way to use it, for any number of budgets.
 
     Args:
         model: with its values.
         bytes_of: says what formats take.
-        limit: bytes that torch may reserve, the model included.
         card: the card's name, for errors.
         capability: its compute capability.
         formats: those to choose from; None for those that the card has.
@@ -168,55 +156,161 @@ def choose_formats(
         device: where quality is measured; None is where the model is.
 
     Raises:
-        UsageError: the card has a format not, nothing could be quantised, or the smallest choice does not fit.
+        UsageError: the card has a format not, or nothing could be quantised.
     """
-    asked = _formats(model, formats, card, capability)
-    table = bytes_of.table(asked)
-    plain = table.uniform[WeightFormat.NONE.value]
-    if plain <= limit:
-        return _unchanged(table, limit, plain)
-    table, refused = without_raising(table, asked)
-    if not any(len(layer.weight) > 1 for layer in table.layers):
-        raise UsageError("no format lowers the peak: " + "; ".join(refused), "Give other formats")
-    least = FormatProgram(table, _no_scores(table)).smallest()
-    [reserved] = bytes_of.reserved([least], limit, 1)
-    if reserved > limit:
-        raise UsageError(
-            f"the smallest choice of formats reserves {format_bytes(reserved)}, more than the budget of "
-            f"{format_bytes(limit)} (the plain model: {format_bytes(plain)})",
-            "Allow more, allow other formats, or make the batch smaller",
-        )
-    where = device or next(iter(quantisable(model).values())).weight.device
-    with in_evaluation(model):
-        measure: Measure = (
-            LogitsDivergence(model, question.batches) if quality is None else GivenQuality(model, quality)
-        )
-        options = {layer.name: [WeightFormat(one) for one in layer.weight] for layer in table.layers}
-        scores = measured_alone(model, options, measure, where, progress)
-        program = FormatProgram(table, scores)
-        fitting, runs = _fitting(program, bytes_of, limit)
+
+    def __init__(
+        self,
+        model: nn.Module,
+        question: FormatQuestion,
+        bytes_of: Bytes,
+        *,
+        card: str,
+        capability: tuple[int, int],
+        formats: Sequence[WeightFormat] | None = None,
+        quality: Callable[[nn.Module], Any] | None = None,
+        device: torch.device | None = None,
+        progress: Progress = lambda _text: None,
+    ) -> None:
+        self._model, self._question, self._bytes = model, question, bytes_of
+        self._asked = _formats(model, formats, card, capability)
+        self._quality = quality
+        self._device = device or next(iter(quantisable(model).values())).weight.device
+        self._progress = progress
+        self._costs: dict[Any, float] = {}
+
+    @functools.cached_property
+    def whole_table(self) -> FormatTable:
+        """What the model takes in any choice of formats, those that are refused among them."""
+        return self._bytes.table(self._asked)
+
+    @functools.cached_property
+    def _settings(self) -> tuple[FormatTable, list[str]]:
+        return without_raising(self.whole_table, self._asked)
+
+    @property
+    def table(self) -> FormatTable:
+        """What the model takes in any choice of formats that are not refused."""
+        return self._settings[0]
+
+    @functools.cached_property
+    def measure(self) -> Measure:
+        """The measure of quality, with the plain model's figures."""
+        with in_evaluation(self._model):
+            if self._quality is not None:
+                return GivenQuality(self._model, self._quality)
+            return LogitsDivergence(self._model, self._question.batches)
+
+    @functools.cached_property
+    def scores(self) -> LayerScores:
+        """What each format of each layer costs by itself."""
+        options = {layer.name: [WeightFormat(one) for one in layer.weight] for layer in self.table.layers}
+        with in_evaluation(self._model):
+            return measured_alone(self._model, options, self.measure, self._device, self._progress)
+
+    @functools.cached_property
+    def program(self) -> FormatProgram:
+        """The integer program."""
+        return FormatProgram(self.table, self.scores)
+
+    def cost(self, chosen: Formats) -> float:
+        """What formats cost in quality together; measured once."""
+        key = _key(chosen)
+        if key not in self._costs:
+            with in_evaluation(self._model):
+                self._costs[key] = measured(self._model, chosen, self.measure, self._device)
+        return self._costs[key]
+
+    def choice(self, limit: int) -> FormatChoice:
+        """The formats that cost least in quality among those that stay within a limit.
+
+        Args:
+            limit: bytes that torch may reserve, the model included.
+
+        Raises:
+            UsageError: every format raises the peak, or the smallest choice does not fit.
+        """
+        whole = self.whole_table
+        plain = whole.uniform[WeightFormat.NONE.value]
+        if plain <= limit:
+            return _unchanged(whole, limit, plain)
+        table, refused = self._settings
+        if not any(len(layer.weight) > 1 for layer in table.layers):
+            raise UsageError("no format lowers the peak: " + "; ".join(refused), "Give other formats")
+        least, reserved = self._least
+        if reserved > limit:
+            raise UsageError(
+                f"the smallest choice of formats reserves {format_bytes(reserved)}, more than the budget of "
+                f"{format_bytes(limit)} (the plain model: {format_bytes(plain)})",
+                "Allow more, allow other formats, or make the batch smaller",
+            )
+        fitting, runs = self._fitting(limit)
         fitting = fitting or {_key(least): (least, reserved)}
-        progress("the best choices, all layers together")
-        costs = {key: measured(model, chosen, measure, where) for key, (chosen, _) in fitting.items()}
-    best = min(costs, key=lambda key: (costs[key], fitting[key][1]))
-    chosen, reserved = fitting[best]
-    if not math.isfinite(costs[best]):
-        raise UsageError(
-            "every choice within the budget gives outputs that are not finite", "Allow more, or other formats"
+        self._progress("the best choices, all layers together")
+        costs = {key: self.cost(chosen) for key, (chosen, _) in fitting.items()}
+        best = min(costs, key=lambda key: (costs[key], fitting[key][1]))
+        chosen, reserved = fitting[best]
+        if not math.isfinite(costs[best]):
+            raise UsageError(
+                "every choice within the budget gives outputs that are not finite",
+                "Allow more, or give other formats",
+            )
+        return FormatChoice(
+            formats=chosen,
+            budget=limit,
+            plain_bytes=plain,
+            reserved_bytes=reserved,
+            predicted_bytes=table.peak(chosen),
+            weight_bytes=(table.weight_bytes({}), table.weight_bytes(chosen)),
+            cost=costs[best],
+            sum_of_costs=self.program.cost(chosen),
+            finalists=tuple(sorted(costs.values())),
+            refused=tuple(refused),
+            runs=runs + 1,
         )
-    return FormatChoice(
-        formats=chosen,
-        budget=limit,
-        plain_bytes=plain,
-        reserved_bytes=reserved,
-        predicted_bytes=table.peak(chosen),
-        weight_bytes=(table.weight_bytes({}), table.weight_bytes(chosen)),
-        cost=costs[best],
-        sum_of_costs=program.cost(chosen),
-        finalists=tuple(sorted(costs.values())),
-        refused=tuple(refused),
-        runs=runs + 1,
-    )
+
+    @functools.cached_property
+    def _least(self) -> tuple[Formats, int]:
+        """The choice with the lowest peak, and what it reserves."""
+        least = FormatProgram(self.table, _no_scores(self.table)).smallest()
+        [reserved] = self._bytes.reserved([least], 0, 1)
+        # One format for all layers may do without a workspace that the program counts for any choice.
+        return min([(least, reserved), *self._alike()], key=lambda one: one[1])
+
+    def _fitting(self, limit: int) -> tuple[dict[Any, tuple[Formats, int]], int]:
+        """Near-optimal choices that reserve no more than a limit, and how many were run; see NOTE [The limit]."""
+        fitting: dict[Any, tuple[Formats, int]] = {}
+        tried: dict[Any, int] = {}
+        for chosen, reserved in self._alike():
+            if reserved <= limit and all(item in self.scores.alone for item in chosen.items()):
+                fitting[_key(chosen)] = (chosen, reserved)
+        alike = len(fitting)
+        within = limit
+        for _ in range(_LIMITS):
+            choices = self.program.near_optimal(within, _CANDIDATES)
+            if not choices:
+                break
+            new = [one for one in choices if _key(one) not in tried]
+            found = self._bytes.reserved(new, limit, _FINALISTS) if new else ()
+            for chosen, reserved in zip(new, found, strict=False):
+                tried[_key(chosen)] = reserved
+                if reserved <= limit:
+                    fitting[_key(chosen)] = (chosen, reserved)
+            if len(fitting) > alike:
+                break
+            over = min(tried[_key(one)] for one in choices if _key(one) in tried) - limit
+            within -= max(_STEP, min(over, within // 8))
+        return fitting, len(tried)
+
+    def _alike(self) -> Iterator[tuple[Formats, int]]:
+        """All layers in one format, with what was seen to be reserved: none is to be better than what is chosen."""
+        for name, reserved in self.table.uniform.items():
+            one = WeightFormat(name)
+            chosen = {layer.name: one for layer in self.whole_table.layers if name in layer.weight}
+            if one is not WeightFormat.NONE and all(
+                name in layer.weight for layer in self.table.layers if layer.name in chosen
+            ):
+                yield chosen, reserved
 
 
 def without_raising(table: FormatTable, formats: Sequence[WeightFormat]) -> tuple[FormatTable, list[str]]:
@@ -225,12 +319,12 @@ def without_raising(table: FormatTable, formats: Sequence[WeightFormat]) -> tupl
     A format is refused for all layers where the model with all of them in it peaks higher than as it is; for one layer
     where its weight then takes more than before.
     """
-    plain = table.uniform[WeightFormat.NONE.value]
+    plain = table.peak({})
     refused: list[str] = []
     raising: set[str] = set()
     for one in formats:
-        peak = table.uniform.get(one.value)
-        if peak is not None and peak > plain:
+        peak = table.peak({layer.name: one for layer in table.layers if one.value in layer.weight})
+        if peak > plain:
             raising.add(one.value)
             refused.append(
                 f"{one.value} in all layers raises the peak from {format_bytes(plain)} to {format_bytes(peak)}"
@@ -276,30 +370,6 @@ def _formats(
         why = "; ".join(why for one in asked if (why := why_not(layer, one))) or "none was named"
         raise UsageError(f"no layer can have any of the formats: {why}", "Give other formats")
     return able
-
-
-def _fitting(
-    program: FormatProgram, bytes_of: Bytes, limit: int
-) -> tuple[dict[Any, tuple[Formats, int]], int]:
-    """Near-optimal choices that reserve no more than a limit, and how many were run."""
-    fitting: dict[Any, tuple[Formats, int]] = {}
-    tried: dict[Any, int] = {}
-    within = limit
-    for _ in range(_LIMITS):
-        choices = program.near_optimal(within, _CANDIDATES)
-        if not choices:
-            break
-        new = [one for one in choices if _key(one) not in tried]
-        found = bytes_of.reserved(new, limit, _FINALISTS - len(fitting)) if new else ()
-        for chosen, reserved in zip(new, found, strict=False):
-            tried[_key(chosen)] = reserved
-            if reserved <= limit:
-                fitting[_key(chosen)] = (chosen, reserved)
-        if fitting:
-            break
-        over = min(tried[_key(one)] for one in choices if _key(one) in tried) - limit
-        within -= max(_STEP, min(over, within // 8))
-    return fitting, len(tried)
 
 
 def _key(chosen: Formats) -> tuple[tuple[str, str], ...]:

@@ -121,11 +121,13 @@ def run_formats(
     question: FormatQuestion,
     chosen: Mapping[str, WeightFormat],
     watching: Watching | None = None,
+    budget: int | None = None,
 ) -> StepCost:
     """What a model with formats costs on a device, from its way there on.
 
     Args:
         watching: whose layers are watched, and gets what was seen of their calls.
+        budget: bytes of the device; None for as many as it takes.
     """
     sizes = {"batch_size": 1}
     workload = Workload(
@@ -138,7 +140,7 @@ def run_formats(
     if changed:
         setting = WeightQuantizationSetting(formats=changed)
         workload = with_choices(workload, (Choice(technique=WeightQuantization(), setting=setting),))
-    return device.step_cost(workload, sizes)
+    return device.step_cost(workload, sizes, budget)
 
 
 def _step(question: FormatQuestion, watching: Watching | None, state: State, _batch: Any) -> None:

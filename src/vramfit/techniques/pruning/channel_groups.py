@@ -104,10 +104,54 @@ def channel_groups(model: nn.Module, batch: Batch) -> list[ChannelGroup]:
 
 _EACH = frozenset(
     {
-        *("relu", "relu_", "relu6", "gelu", "silu", "silu_", "sigmoid", "sigmoid_", "tanh", "tanh_", "elu", "mish"),
-        *("leaky_relu", "hardtanh", "hardswish", "hardsigmoid", "softplus", "dropout", "dropout2d", "abs", "neg"),
-        *("square", "sqrt", "exp", "clamp", "erf", "float", "half", "bfloat16", "to", "type_as", "contiguous"),
-        *("clone", "detach", "max_pool1d", "max_pool2d", "max_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d"),
+        *(
+            "relu",
+            "relu_",
+            "relu6",
+            "gelu",
+            "silu",
+            "silu_",
+            "sigmoid",
+            "sigmoid_",
+            "tanh",
+            "tanh_",
+            "elu",
+            "mish",
+        ),
+        *(
+            "leaky_relu",
+            "hardtanh",
+            "hardswish",
+            "hardsigmoid",
+            "softplus",
+            "dropout",
+            "dropout2d",
+            "abs",
+            "neg",
+        ),
+        *(
+            "square",
+            "sqrt",
+            "exp",
+            "clamp",
+            "erf",
+            "float",
+            "half",
+            "bfloat16",
+            "to",
+            "type_as",
+            "contiguous",
+        ),
+        *(
+            "clone",
+            "detach",
+            "max_pool1d",
+            "max_pool2d",
+            "max_pool3d",
+            "avg_pool1d",
+            "avg_pool2d",
+            "avg_pool3d",
+        ),
         *("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d", "adaptive_max_pool2d"),
         *("interpolate", "_max_pool2d", "boolean_dispatch", "pow", "__pow__"),
     }
@@ -116,7 +160,19 @@ _EACH = frozenset(
 
 _TWO = frozenset(
     {
-        *("add", "add_", "__add__", "__radd__", "__iadd__", "sub", "__sub__", "mul", "mul_", "__mul__", "__rmul__"),
+        *(
+            "add",
+            "add_",
+            "__add__",
+            "__radd__",
+            "__iadd__",
+            "sub",
+            "__sub__",
+            "mul",
+            "mul_",
+            "__mul__",
+            "__rmul__",
+        ),
         *("__imul__", "div", "__truediv__", "maximum", "minimum"),
     }
 )
@@ -203,9 +259,7 @@ class _Watch(TorchFunctionMode):
         if taken is not None:
             if taken.dim != (source.dim() - 1 if weight.dim() == 2 else dim):
                 return False
-            taken.group.root().places.append(
-                Place(name=self._names[id(weight)], dim=1, each=taken.each)
-            )
+            taken.group.root().places.append(Place(name=self._names[id(weight)], dim=1, each=taken.each))
         self._set(result, _Label(made, dim))
         return True
 

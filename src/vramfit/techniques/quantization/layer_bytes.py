@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from vramfit.techniques.quantization.byte_program import FormatTable, LayerBytes, LayerCall
-from vramfit.techniques.quantization.weight_formats import WeightFormat, packed_weight, quantisable, why_not
+from vramfit.techniques.quantization.weight_formats import WeightFormat, packed_through, quantisable, why_not
 
 _BLOCK = 512
 """kMinBlockSize in CUDACachingAllocator.cpp."""
@@ -102,7 +102,7 @@ def _packed_bytes(
             continue
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        packed = packed_weight(layer.weight.detach().to(device), one)
+        packed = packed_through(layer.weight, one, device)
         weight[one.value] = stored_bytes(packed)
         packing[one.value] = torch.cuda.max_memory_allocated() - before
         del packed

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +19,7 @@ from torch import nn
 
 from vramfit.errors import UsageError
 from vramfit.techniques.core.attached_program import AttachedProgram
+from vramfit.techniques.half_inference.island_search import Float32Products
 from vramfit.techniques.quantization.byte_program import Formats, LayerScores
 from vramfit.techniques.quantization.quantised_layers import quantise_layers
 from vramfit.techniques.quantization.weight_formats import WeightFormat
@@ -87,7 +88,13 @@ class LogitsDivergence:
 
     def _logits(self, model: nn.Module) -> list[torch.Tensor]:
         """Logits ``[places, classes]`` of each batch, in float64: divergences are small differences."""
-        return [logits_of(call_model(model, batch), batch).double() for batch in self._batches]
+        found = []
+        for batch in self._batches:
+            # Products of 16 bits are slow on CPUs, and tensor cores add them up in float32.
+            with Float32Products() if _on_cpu(model) else nullcontext():
+                outputs = call_model(model, batch)
+            found.append(logits_of(outputs, batch).double())
+        return found
 
 
 class GivenQuality:
@@ -124,6 +131,10 @@ class GivenQuality:
                 f"quality returned a {type(found).__name__}",
                 "Let it return a number, the larger the better, such as an accuracy",
             ) from None
+
+
+def _on_cpu(model: nn.Module) -> bool:
+    return all(tensor.device.type == "cpu" for tensor in model.parameters())
 
 
 def logits_of(outputs: Any, batch: Batch) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Gives layers of a model their formats, in place, with the undo; and puts the model where it computes.
 
-NOTE [Order]: a weight is brought to the card by itself, packed there and sent back to the host; when all are packed,
+NOTE [Order]: a weight is brought to the card some rows at a time, packed there and sent back; when all are packed,
 the model is moved. So the card never holds the whole model in floating point, nor pieces of what packing took between
 the packed weights: a segment of the allocator stays as long as one block in it is in use.
 """
@@ -19,7 +19,7 @@ from vramfit.techniques.quantization.weight_formats import (
     WeightFormat,
     check_card,
     has_equivalent,
-    packed_weight,
+    packed_through,
     quantisable,
     rounded_weight,
     why_not,
@@ -104,9 +104,7 @@ def _quantise(
         if one is WeightFormat.FP8:
             live.surround(layer, Float8Inputs())
     else:
-        packed = packed_weight(own.detach().to(device), one)
-        if device.type == "cuda":
-            packed = _moved(packed, torch.device("cpu"))
+        packed = nn.Parameter(packed_through(own, one, device), requires_grad=False)
     if alone and own.device.type == "cuda":
         own.data = own.data.cpu()
     layer.weight = packed

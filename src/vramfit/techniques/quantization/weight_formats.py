@@ -127,7 +127,7 @@ def quantisable(model: nn.Module) -> dict[str, nn.Linear]:
     }
 
 
-def packed_weight(weight: torch.Tensor, one: WeightFormat) -> nn.Parameter:
+def packed_weight(weight: torch.Tensor, one: WeightFormat) -> torch.Tensor:
     """A weight in a format, as torchao's tensor, where the weight is.
 
     Args:
@@ -146,7 +146,42 @@ def packed_weight(weight: torch.Tensor, one: WeightFormat) -> nn.Parameter:
             f"torchao refuses {one.value} for a weight of {tuple(weight.shape)}: {error}".splitlines()[0],
             f"Leave {one.value} out of formats",
         ) from error
-    return holder.weight
+    packed = holder.weight.detach()
+    del holder.weight  # torchao's extra_repr holds the module that it is bound to, until garbage is collected
+    return packed
+
+
+def packed_through(weight: torch.Tensor, one: WeightFormat, device: torch.device) -> torch.Tensor:
+    """A weight in a format, on the CPU, packed on a device some rows at a time, so that it takes little there.
+
+    Rows have scales of their own, and int4's tiles have eight: parts of the weight are packed as the whole is.
+    """
+    host = torch.device("cpu")
+    by_row = one is not WeightFormat.FP8 or weight.dtype is torch.bfloat16  # else one scale for all
+    step = max(_TILE, _PART // weight.shape[1] // _TILE * _TILE) if by_row else weight.shape[0]
+    parts = [
+        packed_weight(weight.detach()[start : start + step].to(device), one).to(host)
+        for start in range(0, weight.shape[0], step)
+    ]
+    return parts[0] if len(parts) == 1 else _joined(parts, weight.shape)
+
+
+_PART = 1 << 22  # elements packed at a time, 8 MiB in 16 bits
+_TILE = 32  # rows; a multiple of those of int4's tiles
+
+
+def _joined(parts: list[Any], shape: torch.Size) -> torch.Tensor:
+    """Packed rows one below the other, as torchao would have packed them together."""
+    names, attributes = parts[0].__tensor_flatten__()
+    tensors = {
+        # int4_tile_packed_to_4d_tensor.py: scales and zeros are [columns / group, rows, 2]
+        name: torch.cat([getattr(part, name) for part in parts], dim=1 if name == "scale_and_zero" else 0)
+        for name in names
+    }
+    if "shape" in attributes:
+        attributes = {**attributes, "shape": shape}
+    found: torch.Tensor = type(parts[0]).__tensor_unflatten__(tensors, attributes, shape, None)
+    return found
 
 
 def has_equivalent(one: WeightFormat) -> bool:
