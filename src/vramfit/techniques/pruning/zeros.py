@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -99,7 +100,9 @@ def _pack(live: AttachedProgram, layer: nn.Linear) -> None:
     from torch.sparse import to_sparse_semi_structured
 
     own = layer.weight
-    packed = to_sparse_semi_structured(own.detach())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The PyTorch API of SparseSemiStructuredTensor", UserWarning)
+        packed = to_sparse_semi_structured(own.detach())
     layer.weight = nn.Parameter(packed, requires_grad=False)
     own.data = own.data.cpu()
 

@@ -166,7 +166,7 @@ def packed_through(weight: torch.Tensor, one: WeightFormat, device: torch.device
     return parts[0] if len(parts) == 1 else _joined(parts, weight.shape)
 
 
-_PART = 1 << 22  # elements packed at a time, 8 MiB in 16 bits
+_PART = 1 << 20  # elements packed at a time; that takes about 12 bytes for each
 _TILE = 32  # rows; a multiple of those of int4's tiles
 
 
