@@ -85,23 +85,27 @@ def card_bytes(gpu: str, change: Change) -> tuple[int, int | None, int | None]:
         live = change(model, device)
         model.to(device)
         held = torch.cuda.memory_allocated()
-        peaks = []
-        for tokens in (TOKENS, 1):
-            ids = torch.zeros(1, tokens, dtype=torch.long, device=device)
-            for _ in range(2):  # the first sets up the library's workspace
-                torch.cuda.reset_peak_memory_stats()
-                try:
-                    model(input_ids=ids, use_cache=False)
-                except (NotImplementedError, RuntimeError):
-                    return held, None, None
-            peaks.append(torch.cuda.max_memory_allocated())
+        peaks = [pass_peak(model, tokens) for tokens in (TOKENS, 1)]
         del live
     return held, peaks[0], peaks[1]
 
 
+def pass_peak(model: Any, tokens: int) -> int | None:
+    """Most bytes of tensors in a pass; None where the virtual card has no rule for it."""
+    ids = torch.zeros(1, tokens, dtype=torch.long, device="cuda")
+    for _ in range(2):  # the first sets up the library's workspace
+        torch.cuda.reset_peak_memory_stats()
+        try:
+            model(input_ids=ids, use_cache=False)
+        except (NotImplementedError, RuntimeError) as error:
+            console.print(f"[dim]{str(error)[:200]}[/dim]")
+            return None
+    return torch.cuda.max_memory_allocated()
+
+
 def mib(size: int | None) -> str:
-    """A size, or that there is none."""
-    return "does not run" if size is None else f"{size / MIB:,.2f}"
+    """A size, or that the virtual card has no rule for it."""
+    return "no rule" if size is None else f"{size / MIB:,.2f}"
 
 
 def inference(gpu: str, steps: int) -> None:
@@ -153,7 +157,11 @@ def loss_of(model: Any) -> float:
         return float(model(**given, labels=given["input_ids"]).loss)
 
 
-# -- activations of training --------------------------------------------------------------------------------------------
+# -- activations of training --------------------------------------------------------------------------------
+
+
+_BLOCKS = ("model.layers.0", "model.layers.1")
+"""Where activations are compressed: of a softmax over classes the largest numbers are those of the unlikely ones."""
 
 
 def activations(gpu: str) -> None:
@@ -172,7 +180,7 @@ def activations(gpu: str) -> None:
     device = VirtualBackend(find_gpu(gpu))
     plain = gradients(workload, ())
     for keep in (1.0, 0.5, 0.25, 0.1):
-        setting = ActivationCompressionSetting(method=Method.TOP_K, keep=keep, min_bytes=0)
+        setting = ActivationCompressionSetting(method=Method.TOP_K, keep=keep, min_bytes=0, modules=_BLOCKS)
         choices = () if keep == 1 else (Choice(technique=ActivationCompression(), setting=setting),)
         peak = device.step_cost(with_choices(workload, choices), {"batch_size": 8}).peak_allocated_bytes
         cosine = float(torch.nn.functional.cosine_similarity(gradients(workload, choices), plain, dim=0))
@@ -190,7 +198,7 @@ def gradients(workload: Workload, choices: tuple[Choice, ...]) -> torch.Tensor:
     given = batch(3, rows=2)
     assert workload.loss is not None
     live.backward(workload.loss(model, given))
-    found = torch.cat([one.grad.flatten() for one in model.parameters() if one.grad is not None])
+    found = torch.cat([one.grad.flatten().double() for one in model.parameters() if one.grad is not None])
     live.undo()
     return found
 
@@ -223,11 +231,13 @@ def main() -> None:
     )
     parser.add_argument("--gpu", default="RTX 4090")
     parser.add_argument("--steps", type=int, default=40, help="steps that the model learns")
+    parser.add_argument("--activations", action="store_true", help="top-k activations alone")
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)
     with vramfit.VirtualGPU(arguments.gpu):  # before the first backward pass of this process
         pass
-    inference(arguments.gpu, arguments.steps)
+    if not arguments.activations:
+        inference(arguments.gpu, arguments.steps)
     activations(arguments.gpu)
 
 

@@ -1,6 +1,6 @@
 """Formats of weights by bytes: budgets that are kept, the program beside brute force, and beside two other ways.
 
-    python benchmarks/language/quantization.py [--part budgets|eight|peers] [--budgets N] [--layers N] [--steps N]
+    python benchmarks/language/quantization.py [--part budgets|eight|peers] [--budgets N] [--layers N]
 
 A small language model (byte_model.py) that learns for a minute, in bfloat16. Bytes are those of a virtual RTX 4090,
 exact; the divergence is that of the logits from the plain model's, on the CPU, in nats, where int4 and fp8 are
@@ -9,7 +9,7 @@ replaced by equivalents of the same values.
 - budgets: random budgets between the smallest choice and the plain model. Each choice is run again on a card that has
   just the budget beside its context.
 - eight: the eight linear layers of one block and its head. The program's sum of scores beside that of all choices, and
-  the divergence that was measured for all layers together beside that of all choices in three formats.
+  the divergence that was measured for all layers together beside that of all choices in two formats or three.
 - peers: at the bytes of each uniform format, and at random budgets beside a program with gradient scores, as NVIDIA's
   modelopt makes them (``_get_auto_quantize_score``: squared gradients of a layer's output times the squared change of
   it, summed), within the same bytes. Text that no score saw is measured too.
@@ -126,7 +126,7 @@ def kept_budgets(search: FormatSearch, count: int) -> None:
 # -- eight layers -----------------------------------------------------------------------------------------------------
 
 
-def eight_layers(steps: int, limits: int) -> None:
+def eight_layers(steps: int, limits: int, together: tuple[WeightFormat, ...]) -> None:
     """The program beside all choices."""
     search = search_for(1, steps, (WeightFormat.INT8_DYNAMIC, WeightFormat.INT8, WeightFormat.INT4))
     table, scores = search.table, search.scores
@@ -144,12 +144,12 @@ def eight_layers(steps: int, limits: int) -> None:
     console.print(
         f"the program's sum equals the least of {len(everything):,} choices: {equal} of {limits} limits"
     )
-    joint_brute_force(search, within)
+    joint_brute_force(search, within, together)
 
 
-def joint_brute_force(search: FormatSearch, within: list[int]) -> None:
-    """All choices of three formats, measured with all layers together."""
-    formats = ("none", WeightFormat.INT8.value, WeightFormat.INT4.value)
+def joint_brute_force(search: FormatSearch, within: list[int], several: tuple[WeightFormat, ...]) -> None:
+    """All choices of some formats, measured with all layers together."""
+    formats = ("none", *(one.value for one in several))
     table = search.table
     small = FormatTable(
         layers=tuple(
@@ -184,8 +184,8 @@ def joint_brute_force(search: FormatSearch, within: list[int]) -> None:
         ratios.append(found / best if best else 1.0)
         sums.append(added / best if best else 1.0)
     console.print(
-        f"measured together, {len(everything):,} choices of three formats in {time.time() - began:.0f} s: the best of "
-        f"four programs is the best of all at {same} of {len(within)} limits, {np.median(ratios):.3f} times its "
+        f"measured together, {len(everything):,} choices of {', '.join(formats)} in {time.time() - began:.0f} s: "
+        f"the best of four programs is the best of all at {same} of {len(within)} limits, {np.median(ratios):.3f} times its "
         f"divergence in the median, {max(ratios):.3f} at worst; by sums of scores alone {np.median(sums):.3f} and "
         f"{max(sums):.3f}"
     )
@@ -212,7 +212,7 @@ def joint_costs(search: FormatSearch, choices: list[dict[str, WeightFormat]]) ->
         else packed_weight(weight.detach(), one)
         for name, weight in plain.items()
         for one in (WeightFormat.INT8, WeightFormat.INT4)
-    }
+    }  # int8-dynamic is left out, whose products of integers are slow here
     try:
         for chosen in choices:
             for name, layer in layers.items():
@@ -347,14 +347,20 @@ def main() -> None:
     parser.add_argument("--budgets", type=int, default=100)
     parser.add_argument("--layers", type=int, default=2, help="blocks of the model; `eight` has one")
     parser.add_argument("--steps", type=int, default=30, help="steps that the model learns")
+    parser.add_argument(
+        "--all", action="store_true", help="measure 6,561 choices together, and not 256 (ten minutes)"
+    )
+    parser.add_argument("--formats", nargs="+", default=[one.value for one in FORMATS])
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)
     with vramfit.VirtualGPU(CARD):  # before the first backward pass of this process
         pass
     if arguments.part in (None, "eight"):
-        eight_layers(arguments.steps, min(20, arguments.budgets))
+        together = (WeightFormat.INT8, WeightFormat.INT4) if arguments.all else (WeightFormat.INT4,)
+        eight_layers(arguments.steps, min(20, arguments.budgets), together)
     if arguments.part in (None, "budgets", "peers"):
-        search = search_for(arguments.layers, arguments.steps)
+        formats = tuple(WeightFormat(one) for one in arguments.formats)
+        search = search_for(arguments.layers, arguments.steps, formats)
         if arguments.part != "peers":
             kept_budgets(search, arguments.budgets)
         if arguments.part != "budgets":

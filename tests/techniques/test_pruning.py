@@ -133,7 +133,7 @@ def test_what_is_not_understood_stays() -> None:
 
 
 def test_zeros_are_the_smallest_values_and_save_nothing() -> None:
-    model, batch = llama()
+    model, _ = llama()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     live = zero_smallest(model, share=0.75)
     weight, plain = model.get_parameter("lm_head.weight"), before["lm_head.weight"]

@@ -63,7 +63,7 @@ def inputs(dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.randn(20, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
 
 
-# -- formats ------------------------------------------------------------------------------------------------------------
+# -- formats ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_what_cannot_be_quantised_is_said_in_a_line() -> None:
     assert "multiple of int4's smallest group" in why_not(nn.Linear(48, 16).bfloat16(), INT4)
 
 
-# -- quality ------------------------------------------------------------------------------------------------------------
+# -- quality ------------------------------------------------------------------------------------------------
 
 
 def test_divergence_is_torchs_own() -> None:
@@ -200,7 +200,7 @@ def test_a_measure_of_ones_own_has_to_be_a_number() -> None:
         LogitsDivergence(nn.Flatten(0), [torch.rand(3)])
 
 
-# -- the program --------------------------------------------------------------------------------------------------------
+# -- the program ------------------------------------------------------------------------------------------------
 
 
 def drawn(seed: int, layers: int) -> tuple[FormatTable, LayerScores]:
@@ -276,7 +276,7 @@ def test_exchanges_find_what_costs_less_together() -> None:
     assert set(program.near_optimal(6144, 1)[0]) == {"a", "b"}
 
 
-# -- the technique ------------------------------------------------------------------------------------------------------
+# -- the technique ------------------------------------------------------------------------------------------------
 
 
 def test_a_workload_gives_what_torchao_gives() -> None:
