@@ -185,9 +185,9 @@ def joint_brute_force(search: FormatSearch, within: list[int], several: tuple[We
         sums.append(added / best if best else 1.0)
     console.print(
         f"measured together, {len(everything):,} choices of {', '.join(formats)} in {time.time() - began:.0f} s: "
-        f"the best of four programs is the best of all at {same} of {len(within)} limits, {np.median(ratios):.3f} times its "
-        f"divergence in the median, {max(ratios):.3f} at worst; by sums of scores alone {np.median(sums):.3f} and "
-        f"{max(sums):.3f}"
+        f"the best of four programs is the best of all at {same} of {len(within)} limits, "
+        f"{np.median(ratios):.3f} times its divergence in the median, {max(ratios):.3f} at worst; "
+        f"by sums of scores alone {np.median(sums):.3f} and {max(sums):.3f}"
     )
 
 

@@ -279,7 +279,7 @@ class _Watch(TorchFunctionMode):
         return True
 
     def _one_by_one(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        source = args[0] if args else kwargs.get("input")
+        source: Any = args[0] if args else kwargs.get("input")
         others = [one for one in tensors_in((args[1:], kwargs)) if one is not source]
         label = self._label(source)
         if label is None or any(self._label(one) is not None for one in others):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -108,8 +109,12 @@ def _remove(live: AttachedProgram, group: ChannelGroup, kept: torch.Tensor) -> N
         tensor = getattr(owner, own)
         before = tensor.data
         tensor.data = before.index_select(place.dim, entries(place, kept.to(before.device)))
-        live.on_undo(lambda tensor=tensor, before=before: setattr(tensor, "data", before.to(tensor.device)))
+        live.on_undo(partial(_put_back, tensor, before))
         _resize(live, owner, own, place, len(kept))
+
+
+def _put_back(tensor: torch.Tensor, before: torch.Tensor) -> None:
+    tensor.data = before.to(tensor.device)
 
 
 def _resize(live: AttachedProgram, owner: nn.Module, own: str, place: Place, count: int) -> None:

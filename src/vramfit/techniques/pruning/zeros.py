@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -123,8 +124,12 @@ def _masked(
         before = weight.detach().clone().cpu()  # the values of before wait on the host
         with torch.no_grad():
             weight.mul_(mask(weight.detach()))
-        live.on_undo(lambda weight=weight, before=before: weight.data.copy_(before))
+        live.on_undo(partial(_put_back, weight, before))
     return live
+
+
+def _put_back(weight: torch.Tensor, before: torch.Tensor) -> None:
+    weight.data.copy_(before)
 
 
 def _layers(model: nn.Module) -> list[nn.Linear]:
@@ -136,5 +141,5 @@ def _layers(model: nn.Module) -> list[nn.Linear]:
     return found
 
 
-def _weights(layers: Sequence[nn.Linear]) -> Iterator[nn.Parameter]:
+def _weights(layers: Sequence[nn.Linear]) -> Iterator[torch.Tensor]:
     yield from {id(layer.weight): layer.weight for layer in layers}.values()
