@@ -70,8 +70,7 @@ def search_for(layers: int, steps: int, formats: tuple[WeightFormat, ...] = FORM
         model,
         question,
         bytes_of,
-        card=bytes_of.spec.name,
-        capability=bytes_of.spec.compute_capability,
+        card=bytes_of.spec,
         formats=formats,
     )
     _ = search.program

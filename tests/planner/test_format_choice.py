@@ -74,8 +74,7 @@ def search() -> Iterator[FormatSearch]:
         Deep().eval(),
         question,
         Here(question),
-        card=CARD.name,
-        capability=CARD.compute_capability,
+        card=CARD,
         formats=(INT8, INT4),
     )
 
@@ -158,22 +157,14 @@ def test_formats_that_raise_the_peak_are_refused_with_figures() -> None:
     [
         (nn.Conv2d(3, 8, 3), (INT8,), "the model has no linear layers whose weights could be quantised"),
         (nn.Linear(64, 64), (INT4,), "no layer can have any of the formats: int4 is for weights in bfloat16"),
-        (nn.Linear(64, 64), (WeightFormat.FP8,), "GTX 1080 Ti has no fp8: that needs compute capability 8.9"),
+        (nn.Linear(64, 64), (WeightFormat.FP8,), "RTX 3090 has no fp8: that needs compute capability 8.9"),
     ],
 )
 def test_bad_input_is_one_line(model: nn.Module, formats: Sequence[WeightFormat], line: str) -> None:
     question = FormatQuestion(batches=(torch.rand(1, 64),))
+    card = find_gpu("RTX 3090") if formats[0] is WeightFormat.FP8 else CARD
     with pytest.raises(UsageError, match=line):
-        FormatSearch(
-            model,
-            question,
-            Here(question),
-            card="GTX 1080 Ti",
-            capability=(6, 1),
-            formats=formats,
-        ) if formats[0] is not INT4 else FormatSearch(
-            model, question, Here(question), card=CARD.name, capability=(8, 9), formats=formats
-        )
+        FormatSearch(model, question, Here(question), card=card, formats=formats)
 
 
 def test_quantized_end_to_end_and_its_undo() -> None:

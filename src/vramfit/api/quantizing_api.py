@@ -116,44 +116,42 @@ def quantized(
     if isinstance(formats, Mapping):
         chosen = {name: parse_format(one) for name, one in formats.items()}
         return _changed(model, chosen, where, None)
-    choice = _chosen(model, batches, budget, gpu, formats, quality, use, where, told)
+    named = None if formats is None else [parse_format(one) for one in _names(formats)]
+    live = LiveModel(model=model, device=where, budget=budget, gpu=gpu)
+    choice = _chosen(live, _question(batches, use), named, quality, told)
     return _changed(model, choice.formats, where, choice)
 
 
-def _chosen(  # the arguments of quantized
-    model: nn.Module,
-    batches: Any,
-    budget: int | str | None,
-    gpu: Any,
-    formats: Any,
-    quality: Any,
-    use: Any,
-    where: torch.device,
-    told: Callable[[str], None],
-) -> FormatChoice:
-    named = None if formats is None else [parse_format(one) for one in _names(formats)]
+def _question(batches: Any, use: Any) -> FormatQuestion:
     if batches is None:
         raise UsageError("nothing says what the model is called with", "Give a batch, or a list of them")
-    if not quantisable(model):
+    return FormatQuestion(
+        batches=tuple(batches) if isinstance(batches, list) else (batches,),
+        use=None if use is None else call_argument("use", use),
+    )
+
+
+def _chosen(
+    live: LiveModel,
+    question: FormatQuestion,
+    formats: list[WeightFormat] | None,
+    quality: Any,
+    told: Callable[[str], None],
+) -> FormatChoice:
+    if not quantisable(live.model):
         raise UsageError(
             "the model has no linear layers whose weights could be quantised",
             "It is for torch.nn.Linear in float32, float16 or bfloat16, not quantised yet",
         )
-    question = FormatQuestion(
-        batches=tuple(batches) if isinstance(batches, list) else (batches,),
-        use=None if use is None else call_argument("use", use),
-    )
-    live = LiveModel(model=model, device=where, budget=budget, gpu=gpu)
     memory = live.memory()
     if memory.gpu is None:
         raise UsageError("nothing says for which card formats are chosen", 'Give one, such as gpu="RTX 4090"')
     search = FormatSearch(
-        model,
+        live.model,
         question,
         BytesElsewhere(live=live, question=question, progress=told),
-        card=memory.gpu.name,
-        capability=memory.gpu.compute_capability,
-        formats=named,
+        card=memory.gpu,
+        formats=formats,
         quality=None if quality is None else call_argument("quality", quality),
         progress=told,
     )

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from vramfit.errors import UsageError
+from vramfit.gpus import GpuSpec
 from vramfit.planner.live_choice import LiveModel, asked_about
 from vramfit.planner.planner_job import FormatTableJob, TryFormatsJob
 from vramfit.planner.quantization.format_trial import FormatQuestion, TriedFormats
@@ -149,8 +150,7 @@ class FormatSearch:
     Args:
         model: with its values.
         bytes_of: says what formats take.
-        card: the card's name, for errors.
-        capability: its compute capability.
+        card: the card that it is for.
         formats: those to choose from; None for those that the card has.
         quality: a measure of the user's, the larger the better; None is the divergence of the logits.
         device: where quality is measured; None is where the model is.
@@ -165,15 +165,14 @@ class FormatSearch:
         question: FormatQuestion,
         bytes_of: Bytes,
         *,
-        card: str,
-        capability: tuple[int, int],
+        card: GpuSpec,
         formats: Sequence[WeightFormat] | None = None,
         quality: Callable[[nn.Module], Any] | None = None,
         device: torch.device | None = None,
         progress: Progress = lambda _text: None,
     ) -> None:
         self._model, self._question, self._bytes = model, question, bytes_of
-        self._asked = _formats(model, formats, card, capability)
+        self._asked = _formats(model, formats, card.name, card.compute_capability)
         self._quality = quality
         self._device = device or next(iter(quantisable(model).values())).weight.device
         self._progress = progress
