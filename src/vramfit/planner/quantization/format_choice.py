@@ -283,22 +283,28 @@ class FormatSearch:
         for chosen, reserved in self._alike():
             if reserved <= limit and all(item in self.scores.alone for item in chosen.items()):
                 fitting[_key(chosen)] = (chosen, reserved)
-        alike = len(fitting)
-        within = limit
+        within, failed, fitted = limit, 0, 0
         for _ in range(_LIMITS):
             choices = self.program.near_optimal(within, _CANDIDATES)
-            if not choices:
-                break
             new = [one for one in choices if _key(one) not in tried]
             found = self._bytes.reserved(new, limit, _FINALISTS) if new else ()
-            for chosen, reserved in zip(new, found, strict=False):
-                tried[_key(chosen)] = reserved
-                if reserved <= limit:
-                    fitting[_key(chosen)] = (chosen, reserved)
-            if len(fitting) > alike:
+            tried |= {_key(one): reserved for one, reserved in zip(new, found, strict=False)}
+            seen = [(one, tried[_key(one)]) for one in choices if _key(one) in tried]
+            fits = {_key(one): (one, reserved) for one, reserved in seen if reserved <= limit}
+            fitting |= fits
+            if fits:
+                fitted = within
+            elif choices or fitted:
+                failed = within
+            if not choices and not fitted:
                 break
-            over = min(tried[_key(one)] for one in choices if _key(one) in tried) - limit
-            within -= max(_STEP, min(over, within // 8))
+            if not fitted:
+                over = min(reserved for _, reserved in seen) - limit
+                within -= max(_STEP, min(over, within // 8))
+            elif failed - fitted > limit // 64:  # what reserves a little less may be much better
+                within = (failed + fitted) // 2
+            else:
+                break
         return fitting, len(tried)
 
     def _alike(self) -> Iterator[tuple[Formats, int]]:
