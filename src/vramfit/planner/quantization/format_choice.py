@@ -26,7 +26,7 @@ from vramfit.techniques.quantization.byte_program import FormatProgram, FormatTa
 from vramfit.techniques.quantization.quality import (
     GivenQuality,
     LogitsDivergence,
-    Measure,
+    QualityMeasure,
     in_evaluation,
     measured,
     measured_alone,
@@ -193,7 +193,7 @@ class FormatSearch:
         return self._settings[0]
 
     @functools.cached_property
-    def measure(self) -> Measure:
+    def measure(self) -> QualityMeasure:
         """The measure of quality, with the plain model's figures."""
         with in_evaluation(self._model):
             if self._quality is not None:

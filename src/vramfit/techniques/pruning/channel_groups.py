@@ -23,7 +23,7 @@ from vramfit.workload.containers import tensors_in
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class ChannelPlace:
     """Where a parameter or buffer has an entry for each channel.
 
     Attributes:
@@ -49,7 +49,7 @@ class ChannelGroup:
     """
 
     size: int
-    places: tuple[Place, ...]
+    places: tuple[ChannelPlace, ...]
 
     @property
     def name(self) -> str:
@@ -60,7 +60,7 @@ class ChannelGroup:
 @dataclass(slots=True)
 class _Group:
     size: int
-    places: list[Place] = field(default_factory=list)
+    places: list[ChannelPlace] = field(default_factory=list)
     fixed: bool = False
     joined: _Group | None = None
 
@@ -253,13 +253,15 @@ class _Watch(TorchFunctionMode):
         made = _Group(size=weight.shape[0])
         self.groups.append(made)
         for one in own:
-            made.places.append(Place(name=self._names[id(one)], dim=0, makes=True))
+            made.places.append(ChannelPlace(name=self._names[id(one)], dim=0, makes=True))
             self._uses[id(one)] = made
         taken = self._label(source)
         if taken is not None:
             if taken.dim != (source.dim() - 1 if weight.dim() == 2 else dim):
                 return False
-            taken.group.root().places.append(Place(name=self._names[id(weight)], dim=1, each=taken.each))
+            taken.group.root().places.append(
+                ChannelPlace(name=self._names[id(weight)], dim=1, each=taken.each)
+            )
         self._set(result, _Label(made, dim))
         return True
 
@@ -274,7 +276,7 @@ class _Watch(TorchFunctionMode):
             return False
         for one in own:
             self._uses[id(one)] = label.group.root()
-            label.group.root().places.append(Place(name=self._names[id(one)], dim=0))
+            label.group.root().places.append(ChannelPlace(name=self._names[id(one)], dim=0))
         self._set(result, label)
         return True
 
@@ -354,13 +356,13 @@ def _join(one: _Group, other: _Group) -> None:
     second.joined = first
 
 
-def entries(place: Place, channels: torch.Tensor) -> torch.Tensor:
+def entries(place: ChannelPlace, channels: torch.Tensor) -> torch.Tensor:
     """Numbers of a place's entries for some channels."""
     steps = torch.arange(place.each, device=channels.device)
     return (channels[:, None] * place.each + steps).flatten()
 
 
-def places_of(groups: list[ChannelGroup]) -> Iterator[Place]:
+def places_of(groups: list[ChannelGroup]) -> Iterator[ChannelPlace]:
     """The places of all groups."""
     for group in groups:
         yield from group.places

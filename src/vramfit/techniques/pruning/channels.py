@@ -12,7 +12,7 @@ from torch import nn
 from vramfit.arguments import number_argument, whole_argument
 from vramfit.errors import UsageError
 from vramfit.techniques.core.attached_program import AttachedProgram
-from vramfit.techniques.pruning.channel_groups import ChannelGroup, Place, channel_groups, entries
+from vramfit.techniques.pruning.channel_groups import ChannelGroup, ChannelPlace, channel_groups, entries
 from vramfit.workload import Batch
 
 _MULTIPLE = 8
@@ -117,7 +117,7 @@ def _put_back(tensor: torch.Tensor, before: torch.Tensor) -> None:
     tensor.data = before.to(tensor.device)
 
 
-def _resize(live: AttachedProgram, owner: nn.Module, own: str, place: Place, count: int) -> None:
+def _resize(live: AttachedProgram, owner: nn.Module, own: str, place: ChannelPlace, count: int) -> None:
     """Say the new number of channels where a module says it."""
     if own == "weight" and isinstance(owner, nn.Linear):
         live.set(owner, "out_features" if place.makes else "in_features", count * place.each)
@@ -127,7 +127,7 @@ def _resize(live: AttachedProgram, owner: nn.Module, own: str, place: Place, cou
         live.set(owner, "num_features", count)
 
 
-def _owner(model: nn.Module, place: Place) -> tuple[nn.Module, str]:
+def _owner(model: nn.Module, place: ChannelPlace) -> tuple[nn.Module, str]:
     path, _, own = place.name.rpartition(".")
     return model.get_submodule(path), own
 

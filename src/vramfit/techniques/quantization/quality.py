@@ -30,7 +30,7 @@ _HASHED = 1 << 16
 Progress = Callable[[str], None]
 
 
-class Measure(Protocol):
+class QualityMeasure(Protocol):
     """What a changed model costs in quality; 0 for the plain one, and more for a worse one."""
 
     def cost(self, model: nn.Module) -> float:
@@ -183,7 +183,7 @@ def with_formats(model: nn.Module, formats: Formats, device: torch.device) -> It
         live.undo()
 
 
-def measured(model: nn.Module, formats: Formats, measure: Measure, device: torch.device) -> float:
+def measured(model: nn.Module, formats: Formats, measure: QualityMeasure, device: torch.device) -> float:
     """What formats cost together."""
     with with_formats(model, formats, device):
         return measure.cost(model)
@@ -192,7 +192,7 @@ def measured(model: nn.Module, formats: Formats, measure: Measure, device: torch
 def measured_alone(
     model: nn.Module,
     options: Mapping[str, Sequence[WeightFormat]],
-    measure: Measure,
+    measure: QualityMeasure,
     device: torch.device,
     progress: Progress = lambda _text: None,
 ) -> LayerScores:
