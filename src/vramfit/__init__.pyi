@@ -15,6 +15,7 @@ from .api.leak_check import assert_no_leaks as assert_no_leaks
 from .api.leak_check import check_leaks as check_leaks
 from .api.programs import Report as Report
 from .api.programs import run as run
+from .api.quantizing_api import quantized as quantized
 from .api.streaming_api import streamed as streamed
 from .api.tiling_api import tiled as tiled
 from .api.together_api import Together as Together

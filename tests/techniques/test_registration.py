@@ -16,6 +16,7 @@ ORDER = (
     "mixed-precision",
     "low-precision-training",
     "half-inference",
+    "weight-quantization",
     "tf32",
     "in-place-activations",
     "micro-batching",

@@ -49,16 +49,19 @@ from vramfit.planner.planner_job import (
     ConfirmJob,
     DeviceMemory,
     FitJob,
+    FormatTableJob,
     MeasureJob,
     MeasureShapesJob,
     PlaceWeightsJob,
     PlanJob,
     PlannerJob,
     RequestPeakJob,
+    TryFormatsJob,
     VerifyMemoryJob,
     VerifyValuesJob,
 )
 from vramfit.planner.plans import Plan, plan_request, sizes_of
+from vramfit.planner.quantization.format_trial import TriedFormats, format_table, try_formats
 from vramfit.planner.request_peak import RequestPeak, measured_request
 from vramfit.planner.search import PlanFound
 from vramfit.planner.search_cache import SearchCache
@@ -77,6 +80,8 @@ from vramfit.planner.verification import (
 )
 from vramfit.planner.workload_check import check_workload, failure_of_task
 from vramfit.techniques import with_choices
+from vramfit.techniques.quantization.byte_program import FormatTable
+from vramfit.techniques.quantization.weight_formats import WeightFormat
 from vramfit.virtual.gpu import VirtualGPU
 from vramfit.workload import Workload, load_workload
 
@@ -265,6 +270,24 @@ def place_weights(
     return found_placement(device, workload.model, question, job.memory, progress)
 
 
+def find_format_table(
+    workload: Workload, device: DeviceBackend, job: FormatTableJob, progress: Progress
+) -> FormatTable:
+    """What a packed model takes with its layers in each format."""
+    question = workload.batch(batch_size=1)
+    formats = [WeightFormat(one) for one in job.formats]
+    return format_table(device, workload.model, question, formats, progress)
+
+
+def try_choices(
+    workload: Workload, device: DeviceBackend, job: TryFormatsJob, progress: Progress
+) -> TriedFormats:
+    """What torch reserves with choices of formats for a packed model."""
+    question = workload.batch(batch_size=1)
+    choices = [{name: WeightFormat(one) for name, one in choice.items()} for choice in job.choices]
+    return try_formats(device, workload.model, question, choices, job.memory.budget, job.enough, progress)
+
+
 TASKS: dict[str, tuple[type[PlannerJob], Callable[..., Any]]] = {
     "plan": (PlanJob, plan),
     "fit": (FitJob, fit),
@@ -277,6 +300,8 @@ TASKS: dict[str, tuple[type[PlannerJob], Callable[..., Any]]] = {
     "measure-shapes": (MeasureShapesJob, measure_shapes),
     "request-peak": (RequestPeakJob, request_peak),
     "place-weights": (PlaceWeightsJob, place_weights),
+    "format-table": (FormatTableJob, find_format_table),
+    "try-formats": (TryFormatsJob, try_choices),
 }
 """The kinds of job, and what does each."""
 

@@ -301,6 +301,32 @@ class PlaceWeightsJob(PlannerJob):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class FormatTableJob(PlannerJob):
+    """What a model takes with its layers in each format; `memory` as of a `ChooseTileJob`.
+
+    Attributes:
+        formats: by name.
+    """
+
+    task: str = "format-table"
+    formats: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TryFormatsJob(PlannerJob):
+    """What torch reserves with some choices of formats; `memory` as of a `ChooseTileJob`.
+
+    Attributes:
+        choices: formats of layers, by name, those that stay as they are left out.
+        enough: choices that fit after which no more are run.
+    """
+
+    task: str = "try-formats"
+    choices: tuple[dict[str, str], ...]
+    enough: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Answer(Generic[Found]):
     """What the child found.
 

@@ -35,6 +35,7 @@ FOR_INFERENCE = {
     "tensor-sharing",
     "tiling",
     "uint8-inputs",
+    "weight-quantization",
 }
 
 
