@@ -1,7 +1,7 @@
 """A small language model that was trained a little, for measures of quality: Llama's blocks over bytes.
 
-Nothing can be downloaded here, and a model with drawn weights has the same logits everywhere. This one learns for a
-minute to tell the next byte of vramfit's documents, which gives its layers different weights in the result.
+A model with drawn weights has nearly the same logits everywhere, and one from elsewhere would have to be downloaded.
+This one learns for a minute to tell the next byte of vramfit's documents, which gives its layers different weights in the result.
 """
 
 from __future__ import annotations
