@@ -145,9 +145,11 @@ def test_formats_that_raise_the_peak_are_refused_with_figures() -> None:
     assert set(left.layers[0].weight) == {"none", "int4"}
     [line] = refused
     assert line.startswith("int8 in all layers raises the peak from ")
-    narrow = nn.Linear(64, 64, bias=False, dtype=torch.bfloat16).eval()
     table = format_table(
-        device, lambda: narrow, FormatQuestion(batches=(rows()[:, :64].contiguous(),)), [INT4]
+        device,
+        lambda: nn.Linear(64, 64, bias=False, dtype=torch.bfloat16).eval(),
+        FormatQuestion(batches=(rows()[:, :64].contiguous(),)),
+        [INT4],
     )
     assert without_raising(table, [INT4])[0].layers[0].weight.keys() == {"none"}  # rows are padded to 1,024
 
