@@ -107,7 +107,7 @@ def test_random_budgets_are_kept(search: FormatSearch) -> None:
     here: Here = search._bytes  # type: ignore[assignment]
     draws = random.Random(0)
     plain = search.whole_table.uniform["none"]
-    for _ in range(4):
+    for _ in range(2):
         budget = draws.randint(search._least[1], plain - 1)
         choice = search.choice(budget)
         again = run_formats(
