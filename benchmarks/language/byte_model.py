@@ -1,7 +1,8 @@
 """A small language model that was trained a little, for measures of quality: Llama's blocks over bytes.
 
 A model with drawn weights has nearly the same logits everywhere, and one from elsewhere would have to be downloaded.
-This one learns for a minute to tell the next byte of vramfit's documents, which gives its layers different weights in the result.
+This one learns for a minute to tell the next byte of vramfit's documents, which gives its layers different weights in
+the result.
 """
 
 from __future__ import annotations
