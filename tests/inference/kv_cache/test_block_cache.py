@@ -334,6 +334,24 @@ def test_what_is_finished_is_free_at_once_and_others_go_on(llama: Any) -> None:
     assert cache.usage().sequences == 1
 
 
+def test_what_ends_is_freed_while_others_go_on(llama: Any) -> None:
+    inputs = left_padded(drawn([20, 40]))
+    plain = llama.generate(**inputs, max_new_tokens=8, **GREEDY).sequences[:, 40:].tolist()
+    end = next(token for token in plain[0] if token not in plain[1])
+    options = {**GREEDY, "max_new_tokens": 8, "eos_token_id": end, "pad_token_id": 0}
+    expected = llama.generate(**inputs, **options).sequences
+    cache = vramfit.BlockCache(llama, tokens=200)
+    cache.expect(**inputs)
+    found = llama.generate(
+        **inputs, past_key_values=cache, stopping_criteria=[cache.finish_at(end)], **options
+    ).sequences
+    assert torch.equal(found, expected)
+    assert cache.usage().sequences == 1
+    assert cache.usage().tokens == 47  # the last token of the other is not read any more
+    with pytest.raises(UsageError, match="end="):
+        cache.finish_at(-1)
+
+
 def test_a_full_cache_says_so_and_holds_what_it_held(llama: Any) -> None:
     cache = vramfit.BlockCache(llama, tokens=64)
     inputs = left_padded(drawn([30]))

@@ -290,6 +290,18 @@ class BlockCache(Cache):
         if not self.batch.rows[row].finished:
             self.batch.finish(row)
 
+    def finish_at(self, *ends: int) -> Any:
+        """A stopping criterion that frees each sequence's blocks as soon as it ends; not for beams, which change rows.
+
+        ``model.generate(..., past_key_values=cache, stopping_criteria=[cache.finish_at(model.config.eos_token_id)])``
+
+        Args:
+            ends: tokens after which a sequence gets no more.
+        """
+        from vramfit.inference.kv_cache.finish_at_end import FinishAtEnd
+
+        return FinishAtEnd(frozenset(whole_argument("end", end, least=0) for end in ends), self.finish)
+
     def park(self) -> Parked:
         """Take the batch out of the cache and its blocks to the host.
 
