@@ -53,6 +53,9 @@ _FINALISTS = 3
 _LIMITS = 12
 """Limits that are tried, each lower than the one before."""
 
+_CLIMBS, _NEIGHBOURS = 6, 4
+"""Rounds in which single layers of the best choice get other formats, and how many are run in each."""
+
 _STEP = 512
 """Bytes by which a limit falls at least."""
 
@@ -246,6 +249,7 @@ class FormatSearch:
         fitting, runs = self._fitting(limit)
         fitting = fitting or {_key(least): (least, reserved)}
         self._progress("the best choices, all layers together")
+        runs += self._climb(limit, fitting)
         costs = {key: self.cost(chosen) for key, (chosen, _) in fitting.items()}
         best = min(costs, key=lambda key: (costs[key], fitting[key][1]))
         chosen, reserved = fitting[best]
@@ -306,6 +310,35 @@ class FormatSearch:
             else:
                 break
         return fitting, len(tried)
+
+    def _climb(self, limit: int, fitting: dict[Any, tuple[Formats, int]]) -> int:
+        """Add choices that cost less than the best and reserve no more, one layer's format after another.
+
+        What the program counts is more than what is reserved where a format does without a workspace, so that it leaves
+        room that only a run shows.
+
+        Args:
+            fitting: choices that fit; those that are found come to them.
+
+        Returns:
+            how many were run.
+        """
+        failed: set[Any] = set()
+        runs = 0
+        for _ in range(_CLIMBS):
+            best = min(fitting, key=lambda key: (self.cost(fitting[key][0]), fitting[key][1]))
+            near = self.program.neighbours(fitting[best][0], _NEIGHBOURS + len(failed))
+            new = [one for one in near if _key(one) not in failed and _key(one) not in fitting][:_NEIGHBOURS]
+            if not new:
+                break
+            found = self._bytes.reserved(new, limit, 2)
+            runs += len(found)
+            failed |= {_key(one) for one, reserved in zip(new, found, strict=False) if reserved > limit}
+            fits = [(one, reserved) for one, reserved in zip(new, found, strict=False) if reserved <= limit]
+            fitting |= {_key(one): (one, reserved) for one, reserved in fits}
+            if not any(self.cost(one) < self.cost(fitting[best][0]) for one, _ in fits):
+                break
+        return runs
 
     def _alike(self) -> Iterator[tuple[Formats, int]]:
         """All layers in one format, with what was seen to be reserved: none is to be better than what is chosen."""

@@ -176,6 +176,25 @@ class FormatProgram:
             if chosen.get(self._table.layers[number].name, WeightFormat.NONE) is one
         )
 
+    def neighbours(self, chosen: Formats, count: int) -> list[dict[str, WeightFormat]]:
+        """Choices that differ in one layer and should cost less together, the best first; whatever they take."""
+        current = [
+            next(
+                variable
+                for variable in options
+                if self._variables[variable][1] is chosen.get(layer.name, WeightFormat.NONE)
+            )
+            for layer, options in zip(self._table.layers, self._options, strict=True)
+        ]
+        cost = self._joint(current)
+        found: list[tuple[float, list[int]]] = []
+        for number, options in enumerate(self._options):
+            for variable in options:
+                other = [*current[:number], variable, *current[number + 1 :]]
+                if variable != current[number] and self._joint(other) < cost:
+                    found.append((self._joint(other), other))
+        return [self._named(one) for _, one in sorted(found)[:count]]
+
     # -- one program ------------------------------------------------------------------------------------------------
 
     def _solve(self, cost: Any, limit: int, without: Sequence[Sequence[int]]) -> list[int] | None:
