@@ -47,6 +47,8 @@ LONG_SIGNATURES = {
     "calibrate/cases/attention.py:_sdpa": _TORCH,
     "calibrate/cases/rnn.py:_layer": _TORCH,
     "planner/api.py:fit": _PUBLIC,
+    "inference/kv_cache/block_cache.py:__init__": _PUBLIC,
+    "inference/kv_cache/capacity.py:sequences_that_fit": _PUBLIC,
     "planner/api.py:plan": _PUBLIC,
     "planner/api.py:verify": _PUBLIC,
     "techniques/gradient_projection.py:__init__": _TORCH,

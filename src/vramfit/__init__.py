@@ -11,9 +11,13 @@
 - `largest_batch`: the largest batch that a live training's steps fit with, each size run and taken back.
 - `check_leaks`: what grows when a function is called again and again, and who holds it.
 - `annotate`, `join_profile`: names for Nsight Systems, and categories for torch.profiler.
+- `ModelPool`: several models on one device, the one that is used brought there, others dropped when it needs room.
+- `together`: what several programs take side by side on one card.
 - `plan`, `fit`, `verify`: the cheapest changes that make a workload fit, the largest size that does, and the proof.
 - `tiled`: a model over a picture or volume that is too large for the device, tile by tile.
 - `TieredStore`: tensors on the device while they are used, else on a peer, the host, or in files.
+- `streamed`: a model that is larger than the card, its weights brought layer by layer.
+- `quantized`: weights in fewer bits, a format for each layer, within a budget of bytes.
 - `Plan`: what `plan` finds, to be applied to a workload or to your own model and loop.
 - `MemoryTrace`: what every run, recording and snapshot comes to.
 

@@ -9,6 +9,7 @@ VramfitError                exit code 1
 │   └── StoreFull           a tier of memory has no room for a tensor
 ├── WriteError              exit code 2: a result could not be written
 └── OutOfMemory             exit code 3: the allocator could not serve a request
+    └── CacheFullError      a key-value cache has no free block
 """
 
 from __future__ import annotations
@@ -76,6 +77,10 @@ class OutOfMemory(VramfitError):
     exit_code = 3
 
 
+class CacheFullError(OutOfMemory):
+    """A key-value cache has no free block for what it is given; what it holds is as before."""
+
+
 KINDS: dict[str, type[VramfitError]] = {
     kind.__name__: kind
     for kind in (
@@ -88,6 +93,7 @@ KINDS: dict[str, type[VramfitError]] = {
         StoreFull,
         WriteError,
         OutOfMemory,
+        CacheFullError,
     )
 }
 """The tree by names: what an error can be after it has passed between processes (`vramfit.launch.job.Failure`), for all

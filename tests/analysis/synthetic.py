@@ -257,6 +257,13 @@ def virtual_run(
     )
 
 
+def quick_run() -> Run:
+    """A small training that fits, for what replays it again and again."""
+    recorder = Recorder()
+    gpt_training(recorder, layers=1)
+    return virtual_run(recorder.finish())
+
+
 def fitting_run() -> Run:
     """GPT training that fits, with two warnings."""
     recorder = Recorder()

@@ -17,7 +17,7 @@ from torch import nn
 import vramfit
 from vramfit.errors import UsageError
 from vramfit.runtime.survival.guarded_step import GuardedStep
-from vramfit.runtime.survival.ladder import Ladder, Level, Rung
+from vramfit.runtime.survival.ladder import Ladder, Rung, RungLevel
 from vramfit.runtime.survival.leftovers import MemoryNow, Recovery, requested_bytes
 
 STEPS = 3
@@ -252,7 +252,7 @@ def test_bad_input_is_one_line(arguments: dict[str, Any], message: str) -> None:
 
 
 def test_a_rung_is_left_only_where_there_is_room() -> None:
-    ladder = Ladder((Level(rung=Rung.PLAIN), Level(rung=Rung.MICRO_BATCHES, pieces=2)), patience=2)
+    ladder = Ladder((RungLevel(rung=Rung.PLAIN), RungLevel(rung=Rung.MICRO_BATCHES, pieces=2)), patience=2)
     ladder.shortage(0, needed=1000)
     ladder.climb(1)
     for _ in range(2):

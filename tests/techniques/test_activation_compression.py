@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from vramfit.errors import UsageError
+from vramfit.inference.host_lane import CopyLane
 from vramfit.techniques import AttachedProgram, Numerics, Profile, activation_offload
 from vramfit.techniques.activation_compression import (
     ActivationCompression,
@@ -31,7 +32,6 @@ from vramfit.techniques.activation_compression import (
 )
 from vramfit.techniques.activation_offload import ActivationOffload, ActivationOffloadSetting
 from vramfit.techniques.core.model_profile import BlockOp, ModelBlock
-from vramfit.techniques.support.host_lane import CopyLane
 from vramfit.virtual.gpu import VirtualGPU
 from vramfit.workload import Workload
 

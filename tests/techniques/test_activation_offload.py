@@ -17,11 +17,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from vramfit.errors import UsageError
+from vramfit.inference.host_lane import CopyLane
 from vramfit.techniques import AttachedProgram, Numerics, Profile, activation_offload
 from vramfit.techniques.activation_offload import ActivationOffload, ActivationOffloadSetting
 from vramfit.techniques.core.model_profile import ModelBlock
 from vramfit.techniques.core.surround import plain_class, surroundings_of
-from vramfit.techniques.support.host_lane import CopyLane
 from vramfit.virtual.gpu import VirtualGPU
 from vramfit.workload import Workload
 

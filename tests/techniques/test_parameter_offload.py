@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from vramfit.errors import UsageError
+from vramfit.inference.host_lane import CopyLane
 from vramfit.techniques import AttachedProgram, Numerics, Profile, live_of
 from vramfit.techniques.activation_checkpointing import ActivationCheckpointing, Checkpointing, Mode
 from vramfit.techniques.activation_compression import (
@@ -30,7 +31,6 @@ from vramfit.techniques.core.model_profile import ModelBlock
 from vramfit.techniques.core.surround import surroundings_of
 from vramfit.techniques.parameter_offload import GradientPlace, ParameterOffload, ParameterOffloadSetting
 from vramfit.techniques.parameter_offload import depot as depots
-from vramfit.techniques.support.host_lane import CopyLane
 from vramfit.virtual.gpu import VirtualGPU
 from vramfit.workload import Workload
 

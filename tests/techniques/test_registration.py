@@ -16,6 +16,7 @@ ORDER = (
     "mixed-precision",
     "low-precision-training",
     "half-inference",
+    "weight-quantization",
     "tf32",
     "in-place-activations",
     "micro-batching",
@@ -45,6 +46,7 @@ ORDER = (
     "uint8-inputs",
     "layerwise-chunking",
     "tiling",
+    "weight-streaming",
 )
 TECHNIQUE = """
 from vramfit.techniques import AttachStage, Numerics, Setting, Technique

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from accelerate import cpu_offload
 
+from vramfit.virtual.roofline import BANDWIDTH_EFFICIENCY, HOST_BANDWIDTH
 from vramfit.virtual.simulated_streams import Clock, Engine
 
 
@@ -113,6 +115,56 @@ def test_a_pinned_copy_takes_what_the_link_takes_in_both_directions(gpu):
     assert _us(gpu, lambda: host.copy_(card, non_blocking=True)) == pytest.approx(crossing)
     assert _us(gpu, lambda: card.copy_(host, non_blocking=True)) == pytest.approx(crossing)
     assert _us(gpu, lambda: host.to("cuda", non_blocking=True)) == pytest.approx(crossing)
+
+
+def test_pageable_memory_takes_as_long_as_the_link_and_the_hosts_own_copy_together(gpu):
+    host, pinned = (
+        torch.empty(64 << 20, dtype=torch.uint8),
+        torch.empty(64 << 20, dtype=torch.uint8).pin_memory(),
+    )
+    card = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
+    buffered = 1e6 * 2 * host.nbytes / (HOST_BANDWIDTH * BANDWIDTH_EFFICIENCY)
+    crossing = 1e6 * host.nbytes / gpu.spec.host_link
+    for copy in (lambda: card.copy_(host), lambda: host.to("cuda"), lambda: host.copy_(card)):
+        assert _us(gpu, copy) == pytest.approx(crossing + buffered)
+    assert _us(gpu, lambda: pinned.to("cuda")) == pytest.approx(crossing)
+
+
+@pytest.mark.parametrize("surrounding", [torch.no_grad, torch.inference_mode], ids=["no-grad", "inference"])
+def test_a_models_parameters_cross_the_link_as_other_tensors_do(gpu, surrounding):
+    layer = torch.nn.Linear(4096, 4096, bias=False)
+    kept = {"weight": layer.weight.detach().clone()}
+    pinned = layer.weight.detach().pin_memory()
+    a = torch.empty(8192, 8192, device="cuda")
+    a @ a  # what is set up once is set up
+    crossing = 1e6 * kept["weight"].nbytes / gpu.spec.host_link
+    buffered = 1e6 * 2 * kept["weight"].nbytes / (HOST_BANDWIDTH * BANDWIDTH_EFFICIENCY)
+    alone, side = _us(gpu, lambda: a @ a), torch.cuda.Stream()
+
+    def beside():
+        with torch.cuda.stream(side):
+            pinned.to("cuda", non_blocking=True)
+        a @ a
+
+    with surrounding():
+        assert _us(gpu, lambda: kept["weight"].to("cuda")) == pytest.approx(crossing + buffered)
+        assert _us(gpu, lambda: kept["weight"].to("cuda", non_blocking=True)) == pytest.approx(
+            crossing + buffered
+        )
+        assert _us(gpu, lambda: pinned.to("cuda")) == pytest.approx(crossing)
+        assert _us(gpu, beside) == pytest.approx(alone, abs=1)
+        assert _us(gpu, layer.cuda) == pytest.approx(crossing + buffered)
+
+
+def test_accelerates_offload_takes_no_less_than_its_copies(gpu):
+    model = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048, bias=False) for _ in range(4))).eval()
+    nbytes = sum(parameter.nbytes for parameter in model.parameters())
+    slower = 2 / (HOST_BANDWIDTH * BANDWIDTH_EFFICIENCY) + 1 / gpu.spec.host_link
+    model = cpu_offload(model, execution_device=torch.device("cuda", 0))
+    x = torch.empty(1, 2048, device="cuda")
+    with torch.no_grad():
+        assert _us(gpu, lambda: model(x)) > 1e6 * nbytes * slower
+        assert _us(gpu, lambda: model(x)) > 1e6 * nbytes * slower
 
 
 def test_pageable_copies_and_values_that_are_read_stop_the_host(gpu):

@@ -72,6 +72,12 @@ from vramfit.analysis.breakdown import Moment as Moment
 from vramfit.analysis.breakdown import at as at
 from vramfit.analysis.breakdown import oom_row as oom_row
 from vramfit.analysis.breakdown import peak as peak
+from vramfit.analysis.card_sharing import CardSharing as CardSharing
+from vramfit.analysis.card_sharing import JointMoment as JointMoment
+from vramfit.analysis.card_sharing import SharedProcess as SharedProcess
+from vramfit.analysis.card_sharing import SharingOutcome as SharingOutcome
+from vramfit.analysis.card_sharing import StepMeeting as StepMeeting
+from vramfit.analysis.card_sharing import share_card as share_card
 from vramfit.analysis.device_timeline import DeviceTimeline as DeviceTimeline
 from vramfit.analysis.device_timeline import SegmentSpans as SegmentSpans
 from vramfit.analysis.device_timeline import Timeline as Timeline

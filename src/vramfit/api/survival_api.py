@@ -11,7 +11,7 @@ from torch import nn
 from vramfit.arguments import call_argument, number_argument, shown, text_argument, whole_argument
 from vramfit.errors import UsageError
 from vramfit.runtime.survival.forward_survivor import ForwardSurvivor
-from vramfit.runtime.survival.ladder import Event
+from vramfit.runtime.survival.ladder import SurvivalEvent
 from vramfit.runtime.survival.survivor import SurvivalSettings, Survivor
 from vramfit.techniques import Numerics
 from vramfit.techniques.micro_batching import Reduction
@@ -31,13 +31,13 @@ def survive(
     labels: str = ...,
     patience: int = ...,
     vote_seconds: float = ...,
-    on_event: Callable[[Event], None] | None = ...,
+    on_event: Callable[[SurvivalEvent], None] | None = ...,
 ) -> Survivor: ...
 
 
 @overload
 def survive(
-    model: nn.Module, optimizer: None = ..., *, on_event: Callable[[Event], None] | None = ...
+    model: nn.Module, optimizer: None = ..., *, on_event: Callable[[SurvivalEvent], None] | None = ...
 ) -> ForwardSurvivor: ...
 
 
@@ -54,7 +54,7 @@ def survive(
     labels: str = "labels",
     patience: int = 50,
     vote_seconds: float = 300.0,
-    on_event: Callable[[Event], None] | None = None,
+    on_event: Callable[[SurvivalEvent], None] | None = None,
 ) -> Survivor | ForwardSurvivor:
     """Steps, or calls without an optimizer, that outlive running out of memory, each done exactly once.
 

@@ -149,7 +149,7 @@ class CardTransfers:
     """A stream in each direction, and pinned memory for two batches of inputs and one of results.
 
     Memory of the card is taken and given back on the stream of the computation alone (see NOTE [Whose memory] in
-    vramfit/techniques/support/host_lane.py): that stream waits for a copy before its source is given up.
+    vramfit/inference/host_lane.py): that stream waits for a copy before its source is given up.
 
     Args:
         device: a card.

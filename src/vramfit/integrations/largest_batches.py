@@ -17,7 +17,7 @@ from vramfit.api.largest_batch_api import largest_batch
 from vramfit.errors import UsageError
 from vramfit.integrations.plan_callbacks import put
 from vramfit.runtime.largest_batch import LargestBatch, sized
-from vramfit.runtime.survival.step_state import RandomState
+from vramfit.runtime.survival.step_state import GeneratorStates
 from vramfit.workload import to_device
 
 _LOOKED_AT = 10_000
@@ -42,7 +42,7 @@ def worst_batches(
             "the loader's data set has no items by number, of which the longest could be taken",
             "Give make_batch=, which makes the largest batch that may come",
         )
-    state = RandomState.of(torch.device("cpu"))
+    state = GeneratorStates.of(torch.device("cpu"))
     every = max(1, len(data) // _LOOKED_AT)
     longest = max((data[number] for number in range(0, len(data), every)), key=length or _elements)
     state.restore()

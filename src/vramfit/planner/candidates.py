@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from vramfit.errors import UsageError
+from vramfit.inference.host_lane import PINNED_ROUNDING
 from vramfit.planner.activation_ilp import solver
 from vramfit.planner.activation_ilp.decisions import (
     IlpOptions,
@@ -62,7 +63,6 @@ from vramfit.techniques import (
 )
 from vramfit.techniques.gradient_caching import GradientCachingSetting
 from vramfit.techniques.micro_batching import MicroBatchingSetting
-from vramfit.techniques.support.host_lane import PINNED_ROUNDING
 
 Progress = Callable[[str], None]
 Key: TypeAlias = tuple[Any, ...]

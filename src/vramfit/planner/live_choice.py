@@ -73,9 +73,11 @@ def asked_about(
     with tempfile.TemporaryDirectory(prefix="vramfit-") as name:
         target = pack(live.model, question, Path(name))
         packed = Path(name, "packed.pickle").read_bytes()
-        key = hashlib.sha256(packed + repr((kind.__name__, memory)).encode()).hexdigest()
+        asked = job(target, memory)
+        words = repr((kind.__name__, replace(asked, target="", folder="")))
+        key = hashlib.sha256(packed + words.encode()).hexdigest()
         if key not in _answers:
-            answer = run_task(job(target, memory), kind, progress)
+            answer = run_task(asked, kind, progress)
             if isinstance(answer, Failure):
                 raise answer.error()
             _answers[key] = answer.found

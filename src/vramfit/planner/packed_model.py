@@ -64,9 +64,8 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
             )
         storage = obj.untyped_storage()
         with torch.no_grad():
-            small = obj.numel() <= _SMALL and not isinstance(
-                obj, FakeTensor
-            )  # on a virtual card there are none
+            without = isinstance(obj, FakeTensor) or obj.is_meta  # on a virtual card there are no values
+            small = obj.numel() <= _SMALL and not without
             values = obj.detach().cpu().numpy(force=True) if small and obj.dtype in _WITH_NUMPY else None
         return _TensorForm(
             key=id(obj),

@@ -259,7 +259,7 @@ def _nothing_fits(plan: Plan, plain: Candidate) -> NothingFits:
 
 _LIGHTER = (
     *("parameter-offload", "low-precision-training", "parameter-sharing"),
-    *("half-inference", "tensor-sharing"),
+    *("half-inference", "weight-quantization", "tensor-sharing"),
 )
 """Techniques with which parameters take less of the device."""
 

@@ -24,6 +24,7 @@ from vramfit.errors import UnknownGpuError, UsageError
 from vramfit.files import Writes, make_policy, protect
 from vramfit.files.protection import stand
 from vramfit.gpus import GpuSpec, find_gpu
+from vramfit.inference.streaming.placement import WeightPlacement
 from vramfit.launch.interrupts import note_interrupts
 from vramfit.launch.job import job_file, tell
 from vramfit.launch.running import leave_after
@@ -39,6 +40,7 @@ from vramfit.planner.devices.virtual_backend import VirtualBackend
 from vramfit.planner.gradient_check import promised_plan
 from vramfit.planner.largest_size import CardCheck, LargestSize, SizeSearch
 from vramfit.planner.output_check import compare_outputs
+from vramfit.planner.placement_trial import found_placement
 from vramfit.planner.plan_file import plan_to_toml
 from vramfit.planner.planner_job import (
     PRICE,
@@ -48,15 +50,21 @@ from vramfit.planner.planner_job import (
     ConfirmJob,
     DeviceMemory,
     FitJob,
+    FormatTableJob,
     MeasureJob,
     MeasureShapesJob,
+    PlaceWeightsJob,
     PlanJob,
     PlannerJob,
     PredictBatchJob,
+    RequestPeakJob,
+    TryFormatsJob,
     VerifyMemoryJob,
     VerifyValuesJob,
 )
 from vramfit.planner.plans import Plan, plan_request, sizes_of
+from vramfit.planner.quantization.format_trial import TriedFormats, format_table, try_formats
+from vramfit.planner.request_peak import RequestPeak, measured_request
 from vramfit.planner.search import PlanFound
 from vramfit.planner.search_cache import SearchCache
 from vramfit.planner.search_clock import SearchClock, interruptible
@@ -74,6 +82,8 @@ from vramfit.planner.verification import (
 )
 from vramfit.planner.workload_check import check_workload, failure_of_task
 from vramfit.techniques import with_choices
+from vramfit.techniques.quantization.byte_program import FormatTable
+from vramfit.techniques.quantization.weight_formats import WeightFormat
 from vramfit.virtual.gpu import VirtualGPU
 from vramfit.workload import Workload, load_workload
 
@@ -253,6 +263,40 @@ def predict_batch(
     return largest_on(device, lambda: workload.batch(batch_size=1), job.memory.budget, progress)
 
 
+def request_peak(
+    workload: Workload, device: DeviceBackend, job: RequestPeakJob, progress: Progress
+) -> RequestPeak:
+    """What a packed call takes."""
+    del job, progress
+    return measured_request(device, workload.model, workload.batch(batch_size=1))
+
+
+def place_weights(
+    workload: Workload, device: DeviceBackend, job: PlaceWeightsJob, progress: Progress
+) -> WeightPlacement:
+    """The layers of a packed model that stay on the card."""
+    question = workload.batch(batch_size=1)
+    return found_placement(device, workload.model, question, job.memory, progress)
+
+
+def find_format_table(
+    workload: Workload, device: DeviceBackend, job: FormatTableJob, progress: Progress
+) -> FormatTable:
+    """What a packed model takes with its layers in each format."""
+    question = workload.batch(batch_size=1)
+    formats = [WeightFormat(one) for one in job.formats]
+    return format_table(device, workload.model, question, formats, progress)
+
+
+def try_choices(
+    workload: Workload, device: DeviceBackend, job: TryFormatsJob, progress: Progress
+) -> TriedFormats:
+    """What torch reserves with choices of formats for a packed model."""
+    question = workload.batch(batch_size=1)
+    choices = [{name: WeightFormat(one) for name, one in choice.items()} for choice in job.choices]
+    return try_formats(device, workload.model, question, choices, job.memory.budget, job.enough, progress)
+
+
 TASKS: dict[str, tuple[type[PlannerJob], Callable[..., Any]]] = {
     "plan": (PlanJob, plan),
     "fit": (FitJob, fit),
@@ -264,6 +308,10 @@ TASKS: dict[str, tuple[type[PlannerJob], Callable[..., Any]]] = {
     "choose-chunk": (ChooseChunkJob, choose_chunk),
     "measure-shapes": (MeasureShapesJob, measure_shapes),
     "predict-batch": (PredictBatchJob, predict_batch),
+    "request-peak": (RequestPeakJob, request_peak),
+    "place-weights": (PlaceWeightsJob, place_weights),
+    "format-table": (FormatTableJob, find_format_table),
+    "try-formats": (TryFormatsJob, try_choices),
 }
 """The kinds of job, and what does each."""
 

@@ -292,6 +292,48 @@ class PredictBatchJob(PlannerJob):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RequestPeakJob(PlannerJob):
+    """What one call of a model takes on a card, which the target holds."""
+
+    task: str = "request-peak"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlaceWeightsJob(PlannerJob):
+    """The layers of a model that stay on the card for a use of it, which the target holds; `memory` as of a
+    `ChooseTileJob`.
+    """
+
+    task: str = "place-weights"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FormatTableJob(PlannerJob):
+    """What a model takes with its layers in each format; `memory` as of a `ChooseTileJob`.
+
+    Attributes:
+        formats: by name.
+    """
+
+    task: str = "format-table"
+    formats: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TryFormatsJob(PlannerJob):
+    """What torch reserves with some choices of formats; `memory` as of a `ChooseTileJob`.
+
+    Attributes:
+        choices: formats of layers, by name, those that stay as they are left out.
+        enough: choices that fit after which no more are run.
+    """
+
+    task: str = "try-formats"
+    choices: tuple[dict[str, str], ...]
+    enough: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Answer(Generic[Found]):
     """What the child found.
 

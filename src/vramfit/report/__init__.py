@@ -17,6 +17,7 @@ from vramfit.report.rendering import to_json as to_json
 from vramfit.report.stress import STRESS_SCHEMA as STRESS_SCHEMA
 from vramfit.report.stress import render_stress_svg as render_stress_svg
 from vramfit.report.table_file import write_csv as write_csv
+from vramfit.report.together import TOGETHER_SCHEMA as TOGETHER_SCHEMA
 from vramfit.report.tune import TUNE_SCHEMA as TUNE_SCHEMA
 from vramfit.writing import check_writable as check_writable
 from vramfit.writing import write_text as write_text

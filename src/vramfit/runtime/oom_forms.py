@@ -42,7 +42,7 @@ class ShortOf(Enum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Shortage:
+class MemoryShortage:
     """What an error says of memory.
 
     Attributes:
@@ -101,7 +101,7 @@ _DEAD = re.compile(
 )
 
 
-def recognised(error: BaseException) -> Shortage | None:
+def recognised(error: BaseException) -> MemoryShortage | None:
     """The shortage that an error tells of; None for every other error.
 
     What an error was raised from does not count: who caught a shortage and raised something else has dealt with it.
@@ -111,7 +111,7 @@ def recognised(error: BaseException) -> Shortage | None:
         return None
     lines = str(error).strip().splitlines()
     message = lines[0] if lines else type(error).__name__
-    return Shortage(of=kind, message=_ADVICE.split(message)[0])
+    return MemoryShortage(of=kind, message=_ADVICE.split(message)[0])
 
 
 def _kind(error: BaseException) -> ShortOf | None:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from vramfit.runtime.survival.step_state import RandomState
+from vramfit.runtime.survival.step_state import GeneratorStates
 
 Optimizer = torch.optim.Optimizer
 
@@ -154,7 +154,7 @@ class TrainingState:
         others: Iterable[Any],
         device: torch.device,
     ) -> None:
-        self._random = RandomState.of(device)
+        self._random = GeneratorStates.of(device)
         modules = list(dict.fromkeys(module for model in models for module in model.modules()))
         self._parameters = list(
             dict.fromkeys(

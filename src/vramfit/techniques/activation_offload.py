@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from vramfit.errors import UsageError
+from vramfit.inference.host_lane import PINNED_ROUNDING, CudaLane, Lane
 from vramfit.techniques.core.attached_program import AttachedProgram, AttachStage
 from vramfit.techniques.core.model_profile import Profile
 from vramfit.techniques.core.technique import Numerics, Setting, Technique
 from vramfit.techniques.support.blocks import best_blocks
-from vramfit.techniques.support.host_lane import PINNED_ROUNDING, CudaLane, Lane
 from vramfit.techniques.support.saved import (
     Found,
     Kept,

@@ -88,6 +88,27 @@ def _nll_loss(args: tuple[Any, ...]) -> None:
         raise RuntimeError(f"expected scalar type Long but found {_name(target)}")
 
 
+def _int_mm(args: tuple[Any, ...]) -> None:
+    """aten/src/ATen/native/cuda/Blas.cpp, ``_int_mm_out_cuda``. torchao takes this error for an answer: with up to
+    16 rows it then widens both operands to float32 (torchao/kernel/intmm.py, ``safe_int_mm``)."""
+    one, two = args[0], args[1]
+    if one.device.type != "cuda":
+        return
+    if one.shape[0] <= _INT_ROWS:
+        raise RuntimeError(f"self.size(0) needs to be greater than {_INT_ROWS}, but got {one.shape[0]}")
+    if not one.shape[1] or one.shape[1] % 8:
+        raise RuntimeError(
+            f"self.size(1) needs to be greater than 0 and a multiple of 8, but got {one.shape[1]}"
+        )
+    if not two.shape[1] or two.shape[1] % 8:
+        raise RuntimeError(
+            f"mat2.size(1) needs to be greater than 0 and a multiple of 8, but got {two.shape[1]}"
+        )
+
+
+_INT_ROWS = 16
+
+
 def _name(tensor: torch.Tensor) -> str:
     return _NAMES.get(tensor.dtype, str(tensor.dtype))
 
@@ -96,6 +117,7 @@ _CHECKS: dict[torch._ops.OpOverload, Check] = {
     _aten.mm.default: _product(0, 1),
     _aten.addmm.default: _product(1, 2),
     _aten.native_layer_norm.default: _layer_norm,
+    _aten._int_mm.default: _int_mm,
     _aten.nll_loss_forward.default: _nll_loss,
     _aten.nll_loss2d_forward.default: _nll_loss,
 }

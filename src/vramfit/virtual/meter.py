@@ -164,7 +164,6 @@ class Meter(StorageMeter[VirtualRecord]):
             self.collect()
         storage, phases = tensor.untyped_storage(), self.phases
         record = VirtualRecord(storage, self._dead.append)
-        record.address = 0  # as in `adopt`
         record.key = storage._cdata
         record.device = device
         record.nbytes = nbytes

@@ -39,6 +39,11 @@ _WITHOUT_KERNEL = {
     *(torch.ops.aten.empty_permuted, torch.ops.aten.new_empty, torch.ops.aten.new_empty_strided),
 }
 
+# They read of their first tensor as much as they give, and they write into it as much as they are given: a few rows of
+# a large table. Counted as a whole, a step of a cache of keys and values would take seconds.
+_READ_ROWS = {torch.ops.aten.index_select, torch.ops.aten.index}
+_WRITE_ROWS = {torch.ops.aten.index_copy_, torch.ops.aten.index_put_}
+
 _UNMEASURED = Rates()
 
 
@@ -49,7 +54,12 @@ def seconds(call: OpCall, spec: GpuSpec, rates: Rates | None = None) -> float:
         return 0.0
     rates = rates or _UNMEASURED
     launch = LAUNCH_SECONDS if rates.launch_seconds is None else rates.launch_seconds
-    moved = _nbytes(args) + _nbytes(tuple(kwargs.values())) + _nbytes(out)
+    if packet in _READ_ROWS:
+        moved = _nbytes(args[1:]) + 2 * _nbytes(out)
+    elif packet in _WRITE_ROWS:
+        moved = 2 * _nbytes(args[1:])
+    else:
+        moved = _nbytes(args) + _nbytes(tuple(kwargs.values())) + _nbytes(out)
     time = moved / (rates.bandwidth or spec.bandwidth * BANDWIDTH_EFFICIENCY)
     count = flop_registry.get(packet)
     if count is not None:
@@ -72,10 +82,20 @@ def traffic_seconds(moved: int, spec: GpuSpec, rates: Rates | None = None) -> fl
 def link_seconds(nbytes: int, spec: GpuSpec, rates: Rates | None, *, upwards: bool, pinned: bool) -> float:
     """Estimated seconds of a copy between the host and a card.
 
-    `upwards` is to the card; `pinned` means that the host's memory is page-locked.
+    What is not page-locked passes through a page-locked buffer of the driver's, which the host fills or empties before
+    or after the link carries it (M. Harris, "How to Optimize Data Transfers in CUDA C/C++", NVIDIA 2012): both times
+    count, one after another. How far a driver lets them overlap is not known.
+
+    Args:
+        upwards: whether it goes to the card.
+        pinned: whether the host's memory is page-locked.
     """
     measured = {} if rates is None else rates.to_card if upwards else rates.to_host
-    return nbytes / (measured.get("pinned" if pinned else "pageable") or spec.host_link)
+    known = measured.get("pinned" if pinned else "pageable")
+    if known:
+        return nbytes / known
+    through_buffer = 0.0 if pinned else 2 * nbytes / (HOST_BANDWIDTH * BANDWIDTH_EFFICIENCY)
+    return nbytes / spec.host_link + through_buffer
 
 
 def host_seconds(moved: Any) -> float:

@@ -8,8 +8,8 @@ from tests.techniques.gradients.architectures import all_architectures
 from tests.techniques.gradients.running import faults
 from tests.techniques.gradients.settings import exact_choices
 
+from vramfit.inference.host_lane import CopyLane
 from vramfit.techniques import Numerics, activation_offload, all_techniques
-from vramfit.techniques.support.host_lane import CopyLane
 
 pytestmark = pytest.mark.usefixtures("late_lane")
 
@@ -35,6 +35,7 @@ FOR_INFERENCE = {
     "tensor-sharing",
     "tiling",
     "uint8-inputs",
+    "weight-quantization",
 }
 
 

@@ -174,16 +174,18 @@ def own_step_cost(
     model: Callable[[], nn.Module],
     step: Callable[[State, Any], Any],
     budget: int | None = None,
+    choices: tuple[Choice, ...] = (),
 ) -> StepCost:
     """What a step of one's own costs that makes its inputs itself.
 
     Args:
         step: given the model's state, and a batch that says nothing.
         budget: bytes of the device; None for as many as it takes.
+        choices: techniques that the model has.
     """
     sizes = {"batch_size": 1}
     workload = Workload(model=model, batch=lambda batch_size: torch.empty(batch_size), sizes=sizes, step=step)
-    return device.step_cost(workload, sizes, budget)
+    return device.step_cost(with_choices(workload, choices), sizes, budget)
 
 
 @contextmanager

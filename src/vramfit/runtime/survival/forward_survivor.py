@@ -12,7 +12,7 @@ from torch import nn
 
 from vramfit.errors import UsageError
 from vramfit.inference.input_chunks import ChunkSettings, call_in_chunks, find_input_cut
-from vramfit.runtime.survival.ladder import Event, Rung
+from vramfit.runtime.survival.ladder import Rung, SurvivalEvent
 from vramfit.runtime.survival.leftovers import Recovery, memory_now
 
 _log = logging.getLogger("vramfit.survive")
@@ -39,12 +39,12 @@ class ForwardSurvivor:
         self,
         model: nn.Module,
         function: Callable[..., Any] | None = None,
-        on_event: Callable[[Event], None] | None = None,
+        on_event: Callable[[SurvivalEvent], None] | None = None,
     ) -> None:
         self.model, self._function, self._on_event = model, function, on_event
         device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
         self._recovery = Recovery(device)
-        self.events: list[Event] = []
+        self.events: list[SurvivalEvent] = []
         self.calls = 0
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -126,7 +126,7 @@ class ForwardSurvivor:
 
     def _tell(self, kind: str, rung: Rung, pieces: int) -> None:
         now, shortage = memory_now(self._recovery.device), self._recovery.last
-        event = Event(
+        event = SurvivalEvent(
             step=self.calls,
             kind=kind,
             rung=rung,

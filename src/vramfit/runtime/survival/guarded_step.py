@@ -21,7 +21,7 @@ from torch import nn
 
 from vramfit.errors import UsageError
 from vramfit.runtime.survival.leftovers import Recovery
-from vramfit.runtime.survival.step_state import RandomState, copied
+from vramfit.runtime.survival.step_state import GeneratorStates, copied
 
 Optimizer = torch.optim.Optimizer
 
@@ -53,7 +53,7 @@ class SliceCopy:
             self._states.append((parameter, None if known is None else dict(known)))
             tensors = [value for value in (known or {}).values() if isinstance(value, torch.Tensor)]
             self._values += [(tensor, copied(tensor)) for tensor in tensors]
-        self._random = RandomState.of(device)
+        self._random = GeneratorStates.of(device)
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -203,7 +203,7 @@ class GuardedStep:
         host = nn.Parameter(parameter.detach().cpu())
         assert parameter.grad is not None
         host.grad = parameter.grad.cpu()
-        random, states = RandomState.of(self._recovery.device), dict(optimizer.state.get(parameter, {}))
+        random, states = GeneratorStates.of(self._recovery.device), dict(optimizer.state.get(parameter, {}))
         optimizer.state[host] = {
             name: value.to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
             for name, value in states.items()

@@ -36,7 +36,7 @@ class Rung(Enum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Level:
+class RungLevel:
     """How a step is run.
 
     Attributes:
@@ -52,7 +52,7 @@ class Level:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Event:
+class SurvivalEvent:
     """Something that the ladder did.
 
     Attributes:
@@ -90,7 +90,7 @@ class Ladder:
         place: the level of the next attempt.
     """
 
-    def __init__(self, levels: tuple[Level, ...], *, patience: int) -> None:
+    def __init__(self, levels: tuple[RungLevel, ...], *, patience: int) -> None:
         self.levels, self._least = levels, patience
         self.place = 0
         self._patience = patience
@@ -100,7 +100,7 @@ class Ladder:
         """What a step of each level needed at least where it ran out, in bytes within reach."""
 
     @property
-    def level(self) -> Level:
+    def level(self) -> RungLevel:
         """How the next attempt is run."""
         return self.levels[self.place]
 

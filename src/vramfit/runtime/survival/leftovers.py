@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import torch
 
-from vramfit.runtime.oom_forms import Shortage, chain_of, recognised
+from vramfit.runtime.oom_forms import MemoryShortage, chain_of, recognised
 from vramfit.units import format_bytes, parse_bytes
 
 T = TypeVar("T")
@@ -59,7 +59,7 @@ class Recovery:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.last: Shortage | None = None
+        self.last: MemoryShortage | None = None
         self.count = 0
 
     def noted(self, error: BaseException) -> bool:

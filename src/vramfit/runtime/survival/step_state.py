@@ -14,7 +14,7 @@ Optimizer = torch.optim.Optimizer
 
 
 @dataclass(frozen=True, kw_only=True)
-class RandomState:
+class GeneratorStates:
     """States of the generators that a step draws from: torch's, Python's and NumPy's."""
 
     cpu: torch.Tensor
@@ -23,7 +23,7 @@ class RandomState:
     numpy: Any
 
     @classmethod
-    def of(cls, device: torch.device) -> RandomState:
+    def of(cls, device: torch.device) -> GeneratorStates:
         """The states now."""
         numpy = sys.modules.get("numpy")
         module = None if device.type == "cpu" else torch.get_device_module(device)
@@ -57,7 +57,7 @@ class StepState:
     """
 
     def __init__(self, model: nn.Module, scaler: torch.amp.GradScaler | None, device: torch.device) -> None:
-        self._random = RandomState.of(device)
+        self._random = GeneratorStates.of(device)
         self._buffers = [(buffer, copied(buffer)) for buffer in model.buffers()]
         self._scaler = scaler
         self._unscaled = {} if scaler is None else dict(_per_optimizer(scaler))

@@ -20,9 +20,9 @@ import torch
 from torch import nn
 
 from vramfit.errors import UsageError
-from vramfit.runtime.oom_forms import Shortage, ShortOf
+from vramfit.runtime.oom_forms import MemoryShortage, ShortOf
 from vramfit.runtime.survival.guarded_step import GuardedStep
-from vramfit.runtime.survival.ladder import Event, Ladder, Level, Rung
+from vramfit.runtime.survival.ladder import Ladder, Rung, RungLevel, SurvivalEvent
 from vramfit.runtime.survival.leftovers import MemoryNow, Recovery, memory_now, requested_bytes
 from vramfit.runtime.survival.rank_votes import unsynchronised, votes_for
 from vramfit.runtime.survival.step_state import StepState
@@ -43,7 +43,7 @@ Loss = Callable[[nn.Module, Any], torch.Tensor]
 
 T = TypeVar("T")
 
-_ANOTHER_RANK = Shortage(of=ShortOf.DEVICE, message="another rank ran out of memory")
+_ANOTHER_RANK = MemoryShortage(of=ShortOf.DEVICE, message="another rank ran out of memory")
 
 _LAST_TRIES = 6
 """Attempts that a step has beside one for each rung before it is given up: a neighbour's peak passes."""
@@ -100,7 +100,7 @@ class Survivor:
         *,
         scheduler: Any = None,
         scaler: torch.amp.GradScaler | None = None,
-        on_event: Callable[[Event], None] | None = None,
+        on_event: Callable[[SurvivalEvent], None] | None = None,
     ) -> None:
         self.model, self.optimizer, self.settings = model, optimizer, settings
         self._loss, self._scheduler, self._on_event = loss, scheduler, on_event
@@ -112,7 +112,7 @@ class Survivor:
         self._ladder: Ladder | None = None
         self._standing = 0
         self._unattachable: set[int] = set()
-        self.events: list[Event] = []
+        self.events: list[SurvivalEvent] = []
         self.steps = 0
         self._may_go_down = False
 
@@ -268,9 +268,9 @@ class Survivor:
             self._ladder = Ladder(tuple(self._levels(batch)), patience=self.settings.patience)
         return self._ladder
 
-    def _levels(self, batch: Any) -> Iterator[Level]:
+    def _levels(self, batch: Any) -> Iterator[RungLevel]:
         """From the plain step up, as far as results may differ."""
-        yield Level(rung=Rung.PLAIN)
+        yield RungLevel(rung=Rung.PLAIN)
         pieces, most = 1, 1
         allowed = Numerics.APPROXIMATE if batch_norms(self.model) else Numerics.ROUNDING
         if not self.settings.numerics < allowed:
@@ -279,9 +279,9 @@ class Survivor:
         (most,) = self._most(most)
         while pieces < most:
             pieces = min(2 * pieces, most)
-            yield Level(rung=Rung.MICRO_BATCHES, pieces=pieces)
-        yield Level(rung=Rung.CHECKPOINTING, pieces=pieces, checkpointing=True)
-        yield Level(rung=Rung.OFFLOAD, pieces=pieces, checkpointing=True, offload=True)
+            yield RungLevel(rung=Rung.MICRO_BATCHES, pieces=pieces)
+        yield RungLevel(rung=Rung.CHECKPOINTING, pieces=pieces, checkpointing=True)
+        yield RungLevel(rung=Rung.OFFLOAD, pieces=pieces, checkpointing=True, offload=True)
 
     def _stand_on(self, ladder: Ladder) -> None:
         """Attach what the level says, or the next one that can be attached.
@@ -308,7 +308,7 @@ class Survivor:
             self._standing = ladder.place
             return
 
-    def _choices(self, level: Level) -> list[Choice]:
+    def _choices(self, level: RungLevel) -> list[Choice]:
         chosen = []
         if level.pieces > 1:
             norm = BatchNormalisation.PER_PIECE if batch_norms(self.model) else BatchNormalisation.NONE
@@ -450,7 +450,9 @@ class Survivor:
                 self.optimizer.step = own  # type: ignore[method-assign]
 
     def _tell(self, kind: str, rung: Rung, cause: str = "", evidence: str = "", pieces: int = 1) -> None:
-        event = Event(step=self.steps, kind=kind, rung=rung, cause=cause, evidence=evidence, pieces=pieces)
+        event = SurvivalEvent(
+            step=self.steps, kind=kind, rung=rung, cause=cause, evidence=evidence, pieces=pieces
+        )
         self.events.append(event)
         _log.log(logging.INFO if kind in ("down", "back") else logging.WARNING, "%s", event)
         if self._on_event is not None:

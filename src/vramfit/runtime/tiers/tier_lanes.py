@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from vramfit.techniques.support.host_lane import CudaLane
+from vramfit.inference.host_lane import CudaLane
 
 
 class TierLane(Protocol):

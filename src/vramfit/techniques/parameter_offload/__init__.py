@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,16 +10,16 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from vramfit.errors import UsageError
+from vramfit.inference.host_lane import PINNED_ROUNDING
+from vramfit.inference.streaming.layer_weights import move_tensors, own_names, parts
 from vramfit.techniques.activation_offload import chosen_modules
 from vramfit.techniques.core.attached_program import AttachedProgram, AttachStage
 from vramfit.techniques.core.model_profile import Profile
 from vramfit.techniques.core.technique import Numerics, Promise, Setting, Technique
 from vramfit.techniques.parameter_offload.depot import Depot, Visitors
 from vramfit.techniques.support.blocks import best_blocks, find_blocks
-from vramfit.techniques.support.host_lane import PINNED_ROUNDING
 from vramfit.techniques.support.optimizer_exchange import state_tensors
 from vramfit.techniques.support.saved import hooks_outside, in_backward, packing, unseen
 
@@ -121,7 +120,7 @@ class ParameterOffload(Technique[ParameterOffloadSetting]):
         for index, (block, names) in enumerate(blocks):
             live.surround(block, Visited(depot, index, names))
             depot.visitors(index, block, names)
-            for path, part, inside in _parts(block, names):
+            for path, part, inside in parts(block, names):
                 live.surround(part, VisitedApart(depot, index, path, inside))
         live.on_undo(depot.close)
         live.after(AttachStage.OPTIMIZER, lambda: settle_optimizer(live, away, depot if keeps else None))
@@ -241,11 +240,11 @@ def _in_place(visitors: Visitors, copies: list[torch.Tensor]) -> Iterator[None]:
         else:
             seen.append(copies[number].detach())
     try:
-        for slot in visitors.slots:
+        for slot in visitors.places:
             slot.owner._parameters[slot.name] = seen[slot.number]
         yield
     finally:
-        for slot in visitors.slots:
+        for slot in visitors.places:
             slot.owner._parameters[slot.name] = visitors.parameters[slot.number]
 
 
@@ -272,38 +271,13 @@ def _chosen(
         outer = next((other for other in names if name.startswith(f"{other}.")), None)
         if outer is not None:
             raise UsageError(f"parameter-offload: {name} is a part of {outer}", "Leave one out")
-    uses = Counter(id(parameter) for _, parameter in _uses(live.model))
-    blocks = []
-    for block in chosen_modules(live.model, names, ParameterOffload.name):
-        inside = Counter(id(parameter) for _, parameter in _uses(block))
-        going = [name for name, p in _uses(block) if inside[id(p)] == uses[id(p)]]
-        if going:
-            blocks.append((block, tuple(going)))
+    chosen = chosen_modules(live.model, names, ParameterOffload.name)
+    blocks = [(one, going) for one, going in zip(chosen, own_names(live.model, chosen), strict=True) if going]
     if not blocks:
         raise UsageError(
             "parameter-offload: the chosen blocks have no parameters of their own", "Choose others"
         )
     return blocks
-
-
-def _parts(block: nn.Module, names: tuple[str, ...]) -> Iterator[tuple[str, nn.Module, tuple[str, ...]]]:
-    """The modules inside a block with parameters that go: path, module, and the parameters' names in it."""
-    for path, part in block.named_modules():
-        inside = tuple(name.removeprefix(f"{path}.") for name in names if name.startswith(f"{path}."))
-        if path and inside and not isinstance(part, torch.jit.ScriptModule):
-            yield path, part, inside
-
-
-def _uses(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Every place where a parameter is, but those of recurrent layers, which keep a list of their own."""
-    found = []
-    for path, owner in module.named_modules():
-        if isinstance(owner, nn.RNNBase):
-            continue
-        for name, parameter in owner._parameters.items():
-            if parameter is not None and not is_lazy(parameter):
-                found.append((f"{path}.{name}" if path else name, parameter))
-    return found
 
 
 def _bytes(model: nn.Module, path: str) -> int:
@@ -316,31 +290,14 @@ def _bytes(model: nn.Module, path: str) -> int:
 def place(live: AttachedProgram, away: dict[int, nn.Parameter]) -> None:
     """Put the chosen parameters onto the host, and all else onto the device."""
     if live.placed:
-        _move(live.model, torch.device("cpu"), lambda p: id(p) in away)
+        move_tensors(live.model, torch.device("cpu"), lambda p: id(p) in away)
     else:
-        _move(live.model, live.device, lambda p: id(p) not in away)
+        move_tensors(live.model, live.device, lambda p: id(p) not in away)
         live.set(live, "placed", True)
     if live.device.type == "cuda":
         for parameter in away.values():
             parameter.data = parameter.data.pin_memory()
-    live.on_undo(lambda: _move(live.model, live.device, lambda p: id(p) in away))
-
-
-def _move(model: nn.Module, device: torch.device, goes: Callable[[torch.Tensor], bool]) -> None:
-    """Move those tensors of a model that go, the parameters staying the objects that they are."""
-    hidden: list[tuple[dict[str, Any], str, Any]] = []
-    for module in model.modules():
-        for held in (module._parameters, module._buffers):
-            for name, tensor in held.items():
-                if tensor is not None and not goes(tensor):
-                    hidden.append((held, name, tensor))
-    try:
-        for held, name, _ in hidden:
-            held[name] = None
-        model.to(device)
-    finally:
-        for held, name, tensor in hidden:
-            held[name] = tensor
+    live.on_undo(lambda: move_tensors(live.model, live.device, lambda p: id(p) in away))
 
 
 def settle_optimizer(live: AttachedProgram, away: dict[int, nn.Parameter], keeping: Depot | None) -> None:

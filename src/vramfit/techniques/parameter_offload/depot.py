@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from vramfit.techniques.support.host_lane import CopyLane, CudaLane, Lane
+from vramfit.inference.host_lane import CopyLane, CudaLane, Lane
+from vramfit.inference.streaming.layer_weights import LayerWeights
 from vramfit.techniques.support.saved import (
     Packed,
     StoragePlace,
@@ -28,16 +29,7 @@ from vramfit.techniques.support.saved import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """Where a module has a parameter."""
-
-    owner: nn.Module
-    name: str
-    number: int  # of the parameter, among those of its block
-
-
-class Visitors:
+class Visitors(LayerWeights):
     """The parameters of a block, and their copies on the card while these are there."""
 
     def __init__(self, depot: Depot, index: int, module: nn.Module, names: tuple[str, ...]) -> None:
@@ -45,18 +37,7 @@ class Visitors:
         self._end: Any = None
         self._came: Any = None
         self.depot, self.index, self.module = depot, index, weakref.ref(module)
-        self.parameters: list[nn.Parameter] = []
-        self.slots: list[Slot] = []
-        numbers: dict[int, int] = {}
-        for name in names:
-            path, _, last = name.rpartition(".")
-            owner = module.get_submodule(path)
-            parameter: nn.Parameter = owner._parameters[last]  # type: ignore[assignment]
-            if id(parameter) not in numbers:
-                numbers[id(parameter)] = len(self.parameters)
-                self.parameters.append(parameter)
-            self.slots.append(Slot(owner, last, numbers[id(parameter)]))
-        self.nbytes = sum(parameter.nbytes for parameter in self.parameters)
+        super().__init__(module, names)
         self.sweep = -1
 
     def __del__(self) -> None:

@@ -44,7 +44,22 @@ def to_copy(mode: OpRunner, call: OpCall) -> Any:
         return _upload(mode, source, device, call.kwargs)
     if device.type == "cpu" and source.fake_device.type == "cuda":
         return download(mode, source, call.kwargs)
+    if device.type == "cuda" and source.fake_device.type == "cpu":
+        return _upload_virtual(mode, call, device)
     return mode.run(call, real=False)
+
+
+def _upload_virtual(mode: OpRunner, call: OpCall, device: torch.device) -> Any:
+    """A virtual tensor of the host, such as a model's parameter, crosses the link as a real one does."""
+    source: torch.Tensor = call.args[0]
+    if source.layout is not torch.strided:
+        return mode.run(call, real=False)
+    out = mode.describe(call)
+    mode.settle(call, out, engine=Engine.UPWARDS)
+    waits = not call.kwargs.get("non_blocking")
+    pinned = mode.page_locked.holds(source)
+    _pass_link(mode, device.index or 0, source.nbytes, Engine.UPWARDS, pinned, waits=waits)
+    return out
 
 
 def _upload(

@@ -178,6 +178,19 @@ _CUDNN_CONVOLUTIONS = {
 }
 
 
+_EIGHT_BITS = (torch.int8, torch.float8_e4m3fn)
+
+
+def _compressed(mode: FakeTensorMode, source: FakeTensor) -> FakeTensor:
+    """Two of four values and their places (sparse/cuda/cuSPARSELtOps.cpp, ``_cslt_compress``: ``compression_factor``).
+
+    torch has no description of it; that of the product (``meta__cslt_sparse_mm``) reads the rows of two dimensions.
+    """
+    sixteenths = 10 if source.dtype in _EIGHT_BITS else 9
+    rows = source.shape[0]
+    return _fake(mode, (rows, source.numel() * sixteenths // 16 // rows), source.dtype, source.fake_device)
+
+
 def _build() -> dict[torch._ops.OpOverload, Meta]:
     metas: dict[torch._ops.OpOverload, Meta] = {}
     for func in overloads("_scaled_dot_product_efficient_attention", "_efficient_attention_forward"):
@@ -194,6 +207,8 @@ def _build() -> dict[torch._ops.OpOverload, Meta]:
     for name, order in _CUDNN_CONVOLUTIONS.items():
         for func in overloads(name):
             metas[func] = _cudnn_convolution(*order)
+    for func in overloads("_cslt_compress"):
+        metas[func] = _compressed
     for func in overloads("_grouped_mm"):
         metas[func] = matmul.grouped_mm
     for func in overloads("binary_cross_entropy"):

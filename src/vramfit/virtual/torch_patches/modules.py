@@ -38,7 +38,10 @@ def _patch_parameter(mode: OpRunner, patches: PatchStack) -> None:
             and data.device.type == "cpu"
             and data.layout is torch.strided
         ):
-            data = mode.wrap(data.detach())
+            real = data.detach()
+            data = mode.wrap(real)
+            if mode.page_locked.holds(real):
+                mode.page_locked.stand_for(data.untyped_storage(), real.untyped_storage())
         if cls is not nn.Parameter and type(data) is FakeTensor:
             return torch.Tensor._make_subclass(cls, data, requires_grad)  # keeps the class, as torch does
         parameter: Any = original(cls, data, requires_grad)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -26,6 +27,17 @@ class Lane(Protocol):
 
     def back(self, hosts: list[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
         """Copies on the device, and their end, to wait for. They must neither be used nor go before `wait` for that."""
+        ...
+
+    def mark(self) -> Any:
+        """The end of all that the device was given so far by the calling thread."""
+        ...
+
+    def into(self, places: list[torch.Tensor], hosts: list[torch.Tensor], after: Sequence[Any]) -> Any:
+        """Fill memory on the device with what is on the host, once all of `after` have come; gives the copies' end.
+
+        Until then `hosts` must neither go nor change.
+        """
         ...
 
     def wait(self, end: Any) -> None:
@@ -71,11 +83,20 @@ class CudaLane:
     def back(self, hosts: list[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
         """See `Lane`."""
         made = [torch.empty_like(host, device=self._device, pin_memory=False) for host in hosts]
-        self._inwards.wait_stream(torch.cuda.current_stream(self._device))
+        return made, self.into(made, hosts, [self.mark()])
+
+    def mark(self) -> Any:
+        """See `Lane`."""
+        return torch.cuda.current_stream(self._device).record_event()
+
+    def into(self, places: list[torch.Tensor], hosts: list[torch.Tensor], after: Sequence[Any]) -> Any:
+        """See `Lane`."""
+        for end in after:
+            self._inwards.wait_event(end)
         with torch.cuda.stream(self._inwards):
-            for copy, host in zip(made, hosts, strict=True):
-                copy.copy_(host, non_blocking=True)
-            return made, self._inwards.record_event()
+            for place, host in zip(places, hosts, strict=True):
+                place.copy_(host, non_blocking=True)
+            return self._inwards.record_event()
 
     def copy_in(self, host: torch.Tensor, target: torch.Tensor) -> Any:
         """Fill `target` on the device; gives its end. Until then neither must go nor change."""
@@ -113,6 +134,15 @@ class CopyLane:
         """See `Lane`."""
         return [host.clone() for host in hosts], None
 
+    def mark(self) -> Any:
+        """See `Lane`."""
+
+    def into(self, places: list[torch.Tensor], hosts: list[torch.Tensor], after: Sequence[Any]) -> Any:
+        """See `Lane`."""
+        del after
+        for place, host in zip(places, hosts, strict=True):
+            place.copy_(host)
+
     def wait(self, end: Any) -> None:
         """See `Lane`."""
 
@@ -123,3 +153,8 @@ class CopyLane:
         """See `Lane`."""
         del end
         return True
+
+
+def lane_of(device: torch.device) -> Lane:
+    """The lane between the host and a device."""
+    return CudaLane(device) if device.type == "cuda" else CopyLane()

@@ -1,0 +1,1 @@
+"""Language models within a budget: what caches, formats, streams and shared cards take, beside what others do."""

@@ -1,0 +1,199 @@
+"""A model whose weights take fewer bits, so that it stays within a budget of bytes, from Python."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from vramfit.arguments import call_argument, names_argument, shown
+from vramfit.errors import UsageError
+from vramfit.gpus import GpuSpec
+from vramfit.planner.live_choice import LiveModel
+from vramfit.planner.quantization.format_choice import BytesElsewhere, FormatChoice, FormatSearch
+from vramfit.planner.quantization.format_trial import FormatQuestion
+from vramfit.techniques.core.attached_program import AttachedProgram
+from vramfit.techniques.quantization.quantised_layers import quantise_layers
+from vramfit.techniques.quantization.weight_formats import WeightFormat, parse_format, quantisable
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizedModel:
+    """A model with formats of weights, in place.
+
+    Attributes:
+        model: the same object that was given.
+        choice: what was chosen, and by what; None where the formats were given.
+        formats: of layers, by name, as texts; others stay as they are. Can be written down and given again.
+    """
+
+    model: nn.Module
+    choice: FormatChoice | None
+    formats: Mapping[str, str]
+    _live: AttachedProgram
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model returns."""
+        return self.model(*args, **kwargs)
+
+    def undo(self) -> None:
+        """Give the model its own weights back, bit for bit, where the packed ones are."""
+        self._live.undo()
+
+    def __enter__(self) -> QuantizedModel:
+        """The same; the end of the block undoes it."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Undo it."""
+        self.undo()
+
+
+def quantized(
+    model: nn.Module,
+    batches: Any = None,
+    *,
+    budget: int | str | None = None,
+    gpu: str | os.PathLike[str] | GpuSpec | None = None,
+    formats: Sequence[WeightFormat | str] | Mapping[str, WeightFormat | str] | None = None,
+    quality: Callable[[nn.Module], Any] | None = None,
+    use: Callable[[nn.Module, Any], Any] | None = None,
+    device: torch.device | str | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> QuantizedModel:
+    """Give the linear layers of a model formats of fewer bits, so that it stays within a budget of bytes.
+
+    >>> model = torch.nn.Sequential(torch.nn.Linear(512, 1024), torch.nn.ReLU(), torch.nn.Linear(1024, 512)).eval()
+    >>> live = vramfit.quantized(model, formats={"0": "int8", "2": "int8"})
+    >>> type(model[0].weight.data).__name__
+    'Int8Tensor'
+    >>> live.undo()
+    >>> type(model[0].weight.data).__name__
+    'Tensor'
+
+    The model runs on a virtual card in a process of its own, without its weights, once in each format: that says what
+    each layer's weight takes, and what its calls take beside it. Here, each layer runs in each format, and the outputs
+    are compared. An integer program then finds the formats that cost least in quality among those whose predicted peak
+    stays within the budget; its best solutions are run on the virtual card, those that fit are measured with all layers
+    together, and the best of them is put onto the model.
+
+    Args:
+        model: with its values, on the CPU or on a card; in evaluation mode while it is measured.
+        batches: what the model is called with: a tensor, a tuple of arguments or a dict of named ones, or a list of
+            such batches. What is measured holds for inputs like these.
+        budget: what torch may reserve on the card, the model included, as ``"4GiB"``; None is what is free there, less
+            2 %.
+        gpu: the card that it is for; None is the one that is there.
+        formats: those to choose from: ``"int8"``, ``"int8-dynamic"``, ``"int4"``, ``"fp8"``, ``"fp8-weight-only"``;
+            None for all that the card has but the last. A mapping from names of layers to formats is applied as it is,
+            without a search.
+        quality: a function of the model that returns a number, the larger the better, such as an accuracy; None is the
+            KL divergence of the logits from the plain model's.
+        use: given the model and a batch, what is done with them where memory is measured, such as ``model.generate``;
+            None calls the model.
+        device: where the model goes; None is where it is. A model on the CPU goes to a card layer by layer, so that
+            the card never holds it in floating point. On the CPU int4 and fp8 are replaced by equivalents of the same
+            values, which save nothing there.
+        progress: called with a line for each thing that is done.
+
+    Returns:
+        the changed model, the choice with its figures, and the undo.
+
+    Raises:
+        UsageError: the card has a format not, there is nothing to quantise, or the smallest choice does not fit.
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"model={shown(model)} is no module", "Give a torch.nn.Module")
+    told = progress or _silent
+    where = _device(model, device)
+    if isinstance(formats, Mapping):
+        chosen = {name: parse_format(one) for name, one in formats.items()}
+        return _changed(model, chosen, where, None)
+    named = None if formats is None else [parse_format(one) for one in _names(formats)]
+    live = LiveModel(model=model, device=where, budget=budget, gpu=gpu)
+    choice = _chosen(live, _question(batches, use), named, quality, told)
+    return _changed(model, choice.formats, where, choice)
+
+
+def _question(batches: Any, use: Any) -> FormatQuestion:
+    if batches is None:
+        raise UsageError("nothing says what the model is called with", "Give a batch, or a list of them")
+    return FormatQuestion(
+        batches=tuple(batches) if isinstance(batches, list) else (batches,),
+        use=None if use is None else call_argument("use", use),
+    )
+
+
+def _chosen(
+    live: LiveModel,
+    question: FormatQuestion,
+    formats: list[WeightFormat] | None,
+    quality: Any,
+    told: Callable[[str], None],
+) -> FormatChoice:
+    if not quantisable(live.model):
+        raise UsageError(
+            "the model has no linear layers whose weights could be quantised",
+            "It is for torch.nn.Linear in float32, float16 or bfloat16, not quantised yet",
+        )
+    memory = live.memory()
+    if memory.gpu is None:
+        raise UsageError("nothing says for which card formats are chosen", 'Give one, such as gpu="RTX 4090"')
+    search = FormatSearch(
+        live.model,
+        question,
+        BytesElsewhere(live=live, question=question, progress=told),
+        card=memory.gpu,
+        formats=formats,
+        quality=None if quality is None else call_argument("quality", quality),
+        progress=told,
+    )
+    return search.choice(memory.budget)
+
+
+def _names(formats: Any) -> Sequence[Any]:
+    if isinstance(formats, str):
+        return names_argument("formats", formats)
+    return list(formats)
+
+
+def _changed(
+    model: nn.Module,
+    formats: Mapping[str, WeightFormat],
+    where: torch.device,
+    choice: FormatChoice | None,
+) -> QuantizedModel:
+    home = _device(model, None)
+    live = AttachedProgram(model, None)
+    try:
+        quantise_layers(live, formats, where)
+        if where != home:
+            model.to(where)
+    except BaseException:
+        live.undo()
+        raise
+    return QuantizedModel(
+        model=model,
+        choice=choice,
+        formats={name: one.value for name, one in formats.items() if one is not WeightFormat.NONE},
+        _live=live,
+    )
+
+
+def _device(model: nn.Module, device: torch.device | str | None) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    for tensor in (*model.parameters(), *model.buffers()):
+        return tensor.device
+    return torch.device("cpu")
+
+
+def _silent(_text: str) -> None:
+    """Say nothing."""

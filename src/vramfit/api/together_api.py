@@ -1,0 +1,178 @@
+"""Several programs on one card, from Python: each run by itself on the virtual GPU, and told side by side."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vramfit.analysis import CardSharing, run_from_trace, share_card
+from vramfit.api.programs import Report, run
+from vramfit.arguments import path_argument, shown
+from vramfit.errors import UsageError, VramfitError
+from vramfit.gpus import GpuSpec, find_gpu
+from vramfit.launch.limits import limits_from
+from vramfit.report import json_text, print_report, render, to_json
+from vramfit.trace import MemoryTrace, Run, read_any
+
+_RECORDINGS = (".vft", ".pickle", ".pkl", ".gz", ".json")
+"""Endings of files that are read, not run."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Together:
+    """What several programs take side by side; `together` makes it.
+
+    >>> _ = Path("train.py").write_text("import torch; torch.nn.Linear(4096, 4096).cuda()")
+    >>> alone = vramfit.run("train.py", gpu="RTX 4090")
+    >>> both = vramfit.together(alone, alone, gpu="RTX 4090")
+    >>> [process.fraction for process in both.sharing.processes]
+    [0.483808, 0.483808]
+
+    Attributes:
+        sharing: what was found.
+        runs: each program by itself.
+    """
+
+    sharing: CardSharing
+    runs: tuple[Run, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether they fit the card as they are."""
+        return self.sharing.fits
+
+    @property
+    def total_bytes(self) -> int:
+        """Contexts and peaks of reserved memory of all."""
+        return self.sharing.total
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as ``vramfit together --json`` writes it."""
+        return to_json(self.sharing)
+
+    def to_json(self) -> str:
+        """The same as text."""
+        return json_text(self.sharing)
+
+    def print(self) -> None:
+        """Print the report as ``vramfit together`` does."""
+        from vramfit.console import SafeConsole
+
+        with SafeConsole(force_jupyter=False) as console:
+            print_report(self.sharing, console=console, root=Path.cwd())
+
+    def __repr__(self) -> str:
+        return f"<Together: {render(self.sharing, width=10_000).splitlines()[0][2:]}>"
+
+    def __str__(self) -> str:
+        """The report as plain text."""
+        return render(self.sharing)
+
+
+Program = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | MemoryTrace | Run | Report
+
+
+def together(
+    *programs: Program,
+    gpu: str | os.PathLike[str] | GpuSpec,
+    progress: Callable[[str], object] | None = None,
+    **options: Any,
+) -> Together:
+    """What programs take side by side on one card, each a process of its own.
+
+    Each script runs alone on the virtual GPU, one after the other. What fits follows from their traces: contexts and
+    peaks of reserved memory add up, for a process keeps what it once reserved; docs/language.md tells more.
+
+    >>> _ = Path("train.py").write_text("import torch; torch.nn.Linear(4096, 4096).cuda()")
+    >>> both = vramfit.together("train.py", ["train.py", "--epochs", "3"], gpu="RTX 4090")
+    >>> both.fits, both.total_bytes
+    (True, 960495616)
+
+    Args:
+        programs: from two on. Each a script, a list of a script and its arguments, a trace (``.vft``) or torch
+            snapshot, or the `Report`, run or `MemoryTrace` of one that ran already.
+        gpu: a card's name, a size (``"24GiB"``), a TOML file or a `GpuSpec`.
+        progress: called with a line before each run.
+        options: those of `run` for a virtual GPU: ``steps``, ``time``, ``alloc_conf``, ``environ``, ``assume``, ...
+
+    Raises:
+        UnknownGpuError: no such card.
+        UsageError: there is no such script, there are fewer than two, or one is of another card or of several.
+        TraceFormatError: a file cannot be read.
+        VramfitError: a program failed for another reason than memory.
+    """
+    spec = find_gpu(gpu)
+    limits_from(options.get("steps"), options.get("time"))
+    given = [_checked(one, at) for at, one in enumerate(programs)]
+    if len(given) < 2:
+        raise UsageError("programs are told side by side from two on", "Give another, or use vramfit.run")
+    runs = []
+    for number, one in enumerate(given):
+        if progress is not None and isinstance(one.source, list):
+            progress(f"program {number + 1} of {len(given)}: {one.name}")
+        runs.append(_run_of(one, spec, options))
+    sharing = share_card(runs, _distinct([one.name for one in given]), spec)
+    return Together(sharing=sharing, runs=tuple(runs))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Given:
+    """One program: a command to run, a file to read, or a run."""
+
+    name: str
+    source: list[str] | Path | Run
+
+
+def _checked(program: Any, at: int) -> _Given:
+    """What was given as a program, looked at before any runs."""
+    what = f"programs[{at}]"
+    if isinstance(program, Report):
+        program = program.run
+    if isinstance(program, MemoryTrace):
+        program = run_from_trace(program, name=f"trace {at + 1}")
+    if isinstance(program, Run):
+        return _Given(name=" ".join(program.program) or f"program {at + 1}", source=program)
+    listed = isinstance(program, Sequence) and not isinstance(program, str | bytes)
+    words = [path_argument(what, one) for one in (program if listed else (program,))]
+    if not words:
+        raise UsageError(
+            f"{what}={shown(program)} names no program", "Give a script, or a list that begins with one"
+        )
+    name = Path(words[0])
+    if not name.is_file():
+        raise UsageError(f"there is no script {name}", "Give the path of a Python file, or of a trace")
+    if name.suffix in _RECORDINGS:
+        if len(words) > 1:
+            raise UsageError(f"{name} is a recording, and takes no arguments", "Give its path alone")
+        return _Given(name=name.name, source=name)
+    return _Given(name=" ".join([name.name, *words[1:]]), source=words)
+
+
+def _run_of(given: _Given, spec: GpuSpec, options: dict[str, Any]) -> Run:
+    """The run of one program.
+
+    Raises:
+        VramfitError: it failed, and not for want of memory.
+    """
+    if isinstance(given.source, Run):
+        return given.source
+    if isinstance(given.source, Path):
+        return run_from_trace(read_any(given.source), name=given.name)
+    found = run(*given.source, gpu=spec, **options).run
+    if found.exit_code != 0 and not found.ran_out:
+        raise VramfitError(
+            f"{given.name} failed: {found.error or f'its exit code is {found.exit_code}'}",
+            f'Try it alone: vramfit run --gpu "{spec.name}" {given.source[0]}',
+        )
+    return found
+
+
+def _distinct(names: Sequence[str]) -> list[str]:
+    """The names, those that repeat numbered."""
+    return [
+        f"{name} ({names[:at].count(name) + 1})" if names.count(name) > 1 else name
+        for at, name in enumerate(names)
+    ]

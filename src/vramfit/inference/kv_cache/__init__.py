@@ -1,0 +1,1 @@
+"""Key-value caches of language models in blocks of one pool: shared, freed and spilled block by block."""

@@ -1,0 +1,35 @@
+"""Frees the blocks of sequences that have ended while ``generate`` goes on with the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import StoppingCriteria
+
+
+class FinishAtEnd(StoppingCriteria):
+    """Looks at the last tokens of each row, as a stopping criterion of ``generate`` that stops nothing itself.
+
+    Args:
+        ends: tokens after which a sequence gets no more.
+        finish: frees a row.
+    """
+
+    def __init__(self, ends: frozenset[int], finish: Callable[[int], None]) -> None:
+        self._ends, self._finish = ends, finish
+        self._done: set[int] = set()
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        """Free the rows that ended with their last token.
+
+        Args:
+            input_ids: all tokens so far, [rows, tokens].
+        """
+        del scores, kwargs
+        for row, token in enumerate(input_ids[:, -1].tolist()):
+            if token in self._ends and row not in self._done:
+                self._done.add(row)
+                self._finish(row)
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)

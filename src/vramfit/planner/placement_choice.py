@@ -1,0 +1,34 @@
+"""Finds which layers of a live model stay on the card within a budget: asked here, found on the virtual GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from vramfit.inference.streaming.placement import WeightPlacement
+from vramfit.planner.live_choice import LiveModel, asked_about
+from vramfit.planner.placement_trial import PlacementQuestion
+from vramfit.planner.planner_job import PlaceWeightsJob
+
+Progress = Callable[[str], None]
+
+
+def place_weights(
+    live: LiveModel, question: PlacementQuestion, progress: Progress | None = None
+) -> WeightPlacement:
+    """Which layers stay on the card, so that an example runs within a budget and the least crosses the link.
+
+    Args:
+        live: the model, whose values stay here while its structure goes to another process, and where it has to fit.
+        question: the use of it that has to fit.
+
+    Raises:
+        UsageError: the model cannot go to another process, there is no budget, or the example does not fit.
+        VramfitError: the model fails.
+    """
+    return asked_about(
+        live,
+        question,
+        lambda target, memory: PlaceWeightsJob(target=target, memory=memory),
+        WeightPlacement,
+        progress,
+    )

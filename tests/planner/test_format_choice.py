@@ -1,0 +1,200 @@
+"""Formats of weights chosen within budgets of bytes: what is predicted, what is reserved, and what is refused."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+
+import pytest
+import torch
+from torch import nn
+
+import vramfit
+from vramfit.errors import UsageError
+from vramfit.gpus import find_gpu
+from vramfit.planner.devices.virtual_backend import VirtualBackend
+from vramfit.planner.quantization.format_choice import FormatSearch, without_raising
+from vramfit.planner.quantization.format_trial import (
+    FormatQuestion,
+    format_table,
+    run_formats,
+    try_formats,
+)
+from vramfit.techniques.quantization.byte_program import FormatTable
+from vramfit.techniques.quantization.weight_formats import WeightFormat
+from vramfit.units import MIB
+
+pytest.importorskip("torchao.quantization")
+
+CARD = find_gpu("RTX 4090")
+INT8, DYNAMIC, INT4 = WeightFormat.INT8, WeightFormat.INT8_DYNAMIC, WeightFormat.INT4
+WIDE = 2048
+
+
+class Deep(nn.Module):
+    """Four layers of 8 MiB each, and a head that is small."""
+
+    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.layers = nn.ModuleList(nn.Linear(WIDE, WIDE, bias=False, dtype=dtype) for _ in range(4))
+            self.head = nn.Linear(WIDE, 64, bias=False, dtype=dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + torch.relu(layer(x))
+        logits: torch.Tensor = self.head(x)
+        return logits
+
+
+def rows(count: int = 20) -> torch.Tensor:
+    return torch.randn(count, WIDE, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+
+class Here:
+    """Bytes of a virtual card in this process."""
+
+    def __init__(self, question: FormatQuestion) -> None:
+        self.device, self.question = VirtualBackend(CARD), question
+
+    def table(self, formats: Sequence[WeightFormat]) -> FormatTable:
+        return format_table(self.device, lambda: Deep().eval(), self.question, formats)
+
+    def reserved(
+        self, choices: Sequence[Mapping[str, WeightFormat]], limit: int, enough: int
+    ) -> Sequence[int]:
+        return try_formats(self.device, lambda: Deep().eval(), self.question, choices, limit, enough).reserved
+
+
+@pytest.fixture(scope="module")
+def search() -> Iterator[FormatSearch]:
+    question = FormatQuestion(batches=(rows(),))
+    yield FormatSearch(
+        Deep().eval(),
+        question,
+        Here(question),
+        card=CARD,
+        formats=(INT8, INT4),
+    )
+
+
+def test_weights_have_the_bytes_that_torchao_documents(search: FormatSearch) -> None:
+    layer = search.whole_table.layers[0]
+    assert layer.weight == {
+        "none": 2 * WIDE**2,
+        # int8_tensor.py: a byte each, a float32 and an int8 zero point for each row
+        "int8": WIDE**2 + 4 * WIDE + WIDE,
+        # int4_tile_packed_to_4d_tensor.py: half a byte, two bfloat16 numbers for a group of 128
+        "int4": WIDE**2 // 2 + WIDE**2 // 128 * 4,
+    }
+
+
+def test_the_predicted_peak_is_that_of_the_run(search: FormatSearch) -> None:
+    """But for the parts of blocks that are too small to be split (below 1 MiB). The head stays as it is: with it goes
+    the workspace of cuBLAS, which the program counts for any choice."""
+    here: Here = search._bytes  # type: ignore[assignment]
+    draws = random.Random(0)
+    names = [layer.name for layer in search.whole_table.layers]
+    for _ in range(4):
+        chosen = {name: draws.choice([INT8, INT4, WeightFormat.NONE]) for name in names if name != "head"}
+        cost = run_formats(here.device, lambda: Deep().eval(), here.question, chosen)
+        predicted = search.whole_table.peak(chosen)
+        assert cost.peak_allocated_bytes <= predicted <= cost.peak_allocated_bytes + MIB
+
+
+def test_random_budgets_are_kept(search: FormatSearch) -> None:
+    here: Here = search._bytes  # type: ignore[assignment]
+    draws = random.Random(0)
+    plain = search.whole_table.uniform["none"]
+    for _ in range(2):
+        budget = draws.randint(search._least[1], plain - 1)
+        choice = search.choice(budget)
+        again = run_formats(
+            here.device,
+            lambda: Deep().eval(),
+            here.question,
+            choice.formats,
+            budget=budget + CARD.typical_context_bytes,
+        )
+        assert again.fits
+        assert again.peak_reserved_bytes == choice.reserved_bytes <= budget
+        assert choice.cost == min(choice.finalists) == search.cost(choice.formats)
+
+
+def test_more_bytes_never_cost_more_quality(search: FormatSearch) -> None:
+    plain, least = search.whole_table.uniform["none"], search._least[1]
+    costs = [search.choice(budget).cost for budget in (least, (least + plain) // 2, plain)]
+    assert costs[0] >= costs[1] >= costs[2] == 0.0
+
+
+def test_a_budget_below_the_smallest_choice_is_refused(search: FormatSearch) -> None:
+    with pytest.raises(UsageError, match=r"the smallest choice of formats reserves .* \(the plain model: "):
+        search.choice(MIB)
+
+
+def test_formats_that_raise_the_peak_are_refused_with_figures() -> None:
+    """A single layer that is widened for its product holds both forms of its weight at once."""
+    device = VirtualBackend(CARD)
+
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDE, WIDE, bias=False, dtype=torch.bfloat16)).eval()
+
+    table = format_table(device, make, FormatQuestion(batches=(rows(),)), [INT8, INT4])
+    left, refused = without_raising(table, [INT8, INT4])
+    assert set(left.layers[0].weight) == {"none", "int4"}
+    [line] = refused
+    assert line.startswith("int8 in all layers raises the peak from ")
+    table = format_table(
+        device,
+        lambda: nn.Linear(64, 64, bias=False, dtype=torch.bfloat16).eval(),
+        FormatQuestion(batches=(rows()[:, :64].contiguous(),)),
+        [INT4],
+    )
+    assert without_raising(table, [INT4])[0].layers[0].weight.keys() == {"none"}  # rows are padded to 1,024
+
+
+@pytest.mark.parametrize(
+    ("model", "formats", "line"),
+    [
+        (nn.Conv2d(3, 8, 3), (INT8,), "the model has no linear layers whose weights could be quantised"),
+        (nn.Linear(64, 64), (INT4,), "no layer can have any of the formats: int4 is for weights in bfloat16"),
+        (nn.Linear(64, 64), (WeightFormat.FP8,), "RTX 3090 has no fp8: that needs compute capability 8.9"),
+    ],
+)
+def test_bad_input_is_one_line(model: nn.Module, formats: Sequence[WeightFormat], line: str) -> None:
+    question = FormatQuestion(batches=(torch.rand(1, 64),))
+    card = find_gpu("RTX 3090") if formats[0] is WeightFormat.FP8 else CARD
+    with pytest.raises(UsageError, match=line):
+        FormatSearch(model, question, Here(question), card=card, formats=formats)
+
+
+def test_quantized_end_to_end_and_its_undo() -> None:
+    torch.manual_seed(0)
+    parts = [nn.Linear(WIDE, WIDE, dtype=torch.bfloat16), nn.ReLU()] * 3
+    model = nn.Sequential(
+        *parts[:2], nn.Linear(WIDE, WIDE).bfloat16(), nn.Linear(WIDE, 64).bfloat16()
+    ).train()
+    x = rows()
+    with torch.no_grad():
+        before = model(x)
+    live = vramfit.quantized(model, x, budget="40MiB", gpu="RTX 4090", formats=["int8-dynamic", "int4"])
+    assert live.choice is not None
+    assert live.choice.reserved_bytes <= 40 * MIB < live.choice.plain_bytes
+    assert live.formats == {name: one.value for name, one in live.choice.formats.items()}
+    with torch.no_grad():
+        assert not torch.equal(live(x), before)
+        live.undo()
+        assert torch.equal(model(x), before)
+    assert model.training
+
+
+def test_quantized_says_what_is_missing() -> None:
+    for arguments, line in (
+        ({"batches": None}, "nothing says what the model is called with"),
+        ({"batches": rows(), "formats": ["int3"], "gpu": "RTX 4090"}, "'int3' is no format of weights"),
+        ({"batches": rows(), "budget": "1GiB"}, "nothing says for which card formats are chosen"),
+        ({"batches": rows(), "gpu": "RTX 3090", "formats": ["fp8"]}, "has no fp8"),
+    ):
+        with pytest.raises(UsageError, match=line):
+            vramfit.quantized(Deep().eval(), **arguments)  # type: ignore[arg-type]
