@@ -150,6 +150,7 @@ def rows_of(name: str, bench: Bench) -> Iterator[Row]:
         search = TileSearch(bench.options, cost, budget)
         found = search.best()
         if found is None:
+            print(f"{name}, {budget / MIB:,.0f} MiB: no tile; of brute force {len(fitting)} fit", flush=True)
             continue
         option, seen = found
         checked = TileTrial(bench.device, bench.make, bench.question, budget).cost(option)

@@ -35,7 +35,7 @@ import vramfit
 from vramfit.errors import VramfitError
 from vramfit.gpus import find_gpu
 from vramfit.inference.host_lane import CopyLane
-from vramfit.inference.streaming.placement import WeightPlacement
+from vramfit.inference.streaming.weight_placement import WeightPlacement
 from vramfit.inference.streaming.weight_stream import WeightStream
 from vramfit.techniques import AttachedProgram
 from vramfit.techniques.weight_streaming import attach_stream, streamed_layers

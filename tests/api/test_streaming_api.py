@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForCondition
 
 import vramfit
 from vramfit.errors import UsageError, VramfitError
-from vramfit.inference.streaming.placement import LayerPlace, PlacedLayer, WeightPlacement
+from vramfit.inference.streaming.weight_placement import LayerPlace, PlacedLayer, WeightPlacement
 
 CARD = "RTX 4090"
 

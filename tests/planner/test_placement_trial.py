@@ -11,7 +11,7 @@ from torch import nn
 
 from vramfit.errors import UsageError
 from vramfit.gpus import find_gpu
-from vramfit.inference.streaming.placement import WeightPlacement
+from vramfit.inference.streaming.weight_placement import WeightPlacement
 from vramfit.planner import placement_trial
 from vramfit.planner.devices.virtual_backend import VirtualBackend
 from vramfit.planner.placement_trial import PlacementQuestion, candidate_layers, found_placement, spread

@@ -33,8 +33,8 @@ from vramfit.analysis.live_curves import (
 )
 from vramfit.analysis.process_limits import (
     REPLAYED_EVENTS,
+    EmptiedBetweenSteps,
     LeastLimit,
-    Parked,
     expandable_peak,
     least_limit,
     parked,
@@ -104,7 +104,7 @@ class SharedProcess:
     fits_alone: bool = True
     least: LeastLimit | None = None
     expandable: int | None = None
-    between_steps: Parked | None = None
+    between_steps: EmptiedBetweenSteps | None = None
     seconds: float = 0.0
     step_seconds: float | None = None
     fraction: float | None = None

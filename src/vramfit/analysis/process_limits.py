@@ -41,7 +41,7 @@ class LeastLimit:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Parked:
+class EmptiedBetweenSteps:
     """A program that gives its cache back between its steps. Bytes.
 
     Attributes:
@@ -98,7 +98,9 @@ def expandable_peak(rehearsal: Rehearsal) -> int:
     return rehearsal.play(config).peaks.peak_reserved
 
 
-def parked(trace: MemoryTrace, device: int = 0, rehearsal: Rehearsal | None = None) -> Parked | None:
+def parked(
+    trace: MemoryTrace, device: int = 0, rehearsal: Rehearsal | None = None
+) -> EmptiedBetweenSteps | None:
     """What a program holds between its steps, each time at the moment with the fewest live bytes there.
 
     Such a moment is in the last fifth of a step, which reaches up to the forward pass of the next: gradients are gone,
@@ -117,7 +119,7 @@ def parked(trace: MemoryTrace, device: int = 0, rehearsal: Rehearsal | None = No
     held = fragmentation(trace, timeline.lives, rows[-1])
     allocated = int(timeline.curves.allocated[rows[-1]])
     if rehearsal is None:
-        return Parked(
+        return EmptiedBetweenSteps(
             allocated=allocated,
             reserved=held.reserved,
             emptied=held.reserved - held.releasable,
@@ -126,7 +128,7 @@ def parked(trace: MemoryTrace, device: int = 0, rehearsal: Rehearsal | None = No
         )
     player = _EmptyingPlayer(rehearsal, _requests_before(trace, device, rows))
     rehearsal.run(player)
-    return Parked(
+    return EmptiedBetweenSteps(
         allocated=allocated,
         reserved=held.reserved,
         emptied=max(player.left, default=held.reserved),

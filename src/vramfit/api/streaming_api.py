@@ -25,8 +25,8 @@ from vramfit.inference.streaming.checkpoint import (
     stored_layers,
 )
 from vramfit.inference.streaming.disk_home import DiskHome, FileSource
-from vramfit.inference.streaming.placement import WeightPlacement
 from vramfit.inference.streaming.weight_files import StoredTensor, stored_tensors
+from vramfit.inference.streaming.weight_placement import WeightPlacement
 from vramfit.inference.streaming.weight_stream import StreamCounts, WeightStream
 from vramfit.planner.live_choice import LiveModel
 from vramfit.planner.placement_choice import place_weights

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from vramfit.inference.streaming.placement import WeightPlacement
+from vramfit.inference.streaming.weight_placement import WeightPlacement
 from vramfit.planner.live_choice import LiveModel, asked_about
 from vramfit.planner.placement_trial import PlacementQuestion
 from vramfit.planner.planner_job import PlaceWeightsJob

@@ -16,7 +16,7 @@ from torch import nn
 
 from vramfit.errors import UsageError
 from vramfit.inference.streaming.layer_weights import uses
-from vramfit.inference.streaming.placement import LayerPlace, PlacedLayer, WeightPlacement
+from vramfit.inference.streaming.weight_placement import LayerPlace, PlacedLayer, WeightPlacement
 from vramfit.inference.streaming.weight_stream import StreamCounts, StreamedLayer
 from vramfit.planner.devices.cost import DeviceBackend, own_step_cost
 from vramfit.planner.planner_job import DeviceMemory

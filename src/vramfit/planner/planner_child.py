@@ -24,7 +24,7 @@ from vramfit.errors import UnknownGpuError, UsageError
 from vramfit.files import Writes, make_policy, protect
 from vramfit.files.protection import stand
 from vramfit.gpus import GpuSpec, find_gpu
-from vramfit.inference.streaming.placement import WeightPlacement
+from vramfit.inference.streaming.weight_placement import WeightPlacement
 from vramfit.launch.interrupts import note_interrupts
 from vramfit.launch.job import job_file, tell
 from vramfit.launch.running import leave_after

@@ -14,7 +14,7 @@ from vramfit.inference.kv_cache.block_store import BlockNumbers
 from vramfit.inference.kv_cache.cache_layout import CacheLayout, LayerKind, decoder_config, read_layout
 from vramfit.inference.kv_cache.cache_memory import CacheMemory, CacheSettings
 from vramfit.inference.kv_cache.cached_batch import CachedBatch, Reading
-from vramfit.inference.kv_cache.kept_sequences import KeptSequences, Parked
+from vramfit.inference.kv_cache.kept_sequences import KeptSequences, ParkedSequences
 from vramfit.inference.kv_cache.prompts import LaidPrompts, PaddingSide, common_prefix, lay_prompts
 
 try:
@@ -302,7 +302,7 @@ class BlockCache(Cache):
 
         return FinishAtEnd(frozenset(whole_argument("end", end, least=0) for end in ends), self.finish)
 
-    def park(self) -> Parked:
+    def park(self) -> ParkedSequences:
         """Take the batch out of the cache and its blocks to the host.
 
         Returns:
@@ -313,7 +313,7 @@ class BlockCache(Cache):
         """
         return self.kept.park()
 
-    def resume(self, parked: Parked) -> None:
+    def resume(self, parked: ParkedSequences) -> None:
         """Make a batch that was parked the one of the cache; it must hold none then.
 
         Raises:

@@ -25,7 +25,7 @@ Tokens = tuple[int, ...]
 
 
 @dataclass(eq=False, kw_only=True)
-class Parked:
+class ParkedSequences:
     """Sequences whose blocks are on the host: their tables name blocks there.
 
     Attributes:
@@ -51,7 +51,7 @@ class KeptSequences:
 
     def __init__(self, batch: CachedBatch) -> None:
         self._batch = batch
-        self._kept: OrderedDict[Tokens, TokenSequence | Parked] = OrderedDict()
+        self._kept: OrderedDict[Tokens, TokenSequence | ParkedSequences] = OrderedDict()
         mine = weakref.ref(self)  # no circle: what is dropped gives its memory back at once
 
         def reclaim(pool: BlockPool, blocks: int) -> None:
@@ -100,7 +100,7 @@ class KeptSequences:
             return 0
         self._kept.move_to_end(found)
         entry = self._kept[found]
-        if isinstance(entry, Parked):
+        if isinstance(entry, ParkedSequences):
             entry = self._kept[found] = self._fetched(entry)[0]
         batch = self._batch
         row = fork(entry, batch.rules)
@@ -108,7 +108,7 @@ class KeptSequences:
         batch.adopt([row], best)
         return best
 
-    def park(self) -> Parked:
+    def park(self) -> ParkedSequences:
         """Take the batch to the host.
 
         Raises:
@@ -122,7 +122,7 @@ class KeptSequences:
         batch.adopt([], 0)
         return parked
 
-    def resume(self, parked: Parked) -> None:
+    def resume(self, parked: ParkedSequences) -> None:
         """Bring a batch back.
 
         Raises:
@@ -143,7 +143,7 @@ class KeptSequences:
         elif entry is not None:
             self._leave_host(entry)
 
-    def _leave_host(self, parked: Parked) -> None:
+    def _leave_host(self, parked: ParkedSequences) -> None:
         for row in parked.rows:
             drop(row, self._host_rules())
         parked.back = True
@@ -154,7 +154,7 @@ class KeptSequences:
         for tokens, entry in list(self._kept.items()):
             if pool.free >= goal:
                 return
-            if isinstance(entry, Parked) or not self._alone(entry):
+            if isinstance(entry, ParkedSequences) or not self._alone(entry):
                 continue
             try:
                 self._kept[tokens] = self._spilled([entry], len(tokens))
@@ -177,13 +177,13 @@ class KeptSequences:
             for rule, group in zip(batch.rules, batch.layout.groups, strict=True)
         ]
 
-    def _spilled(self, rows: list[TokenSequence], width: int) -> Parked:
+    def _spilled(self, rows: list[TokenSequence], width: int) -> ParkedSequences:
         moved = self._moved(rows, self._host_rules())
         for row in rows:
             drop(row, self._batch.rules)
-        return Parked(rows=moved, width=width)
+        return ParkedSequences(rows=moved, width=width)
 
-    def _fetched(self, parked: Parked) -> list[TokenSequence]:
+    def _fetched(self, parked: ParkedSequences) -> list[TokenSequence]:
         if parked.back:
             raise UsageError("these sequences have been brought back already", "park() gives them anew")
         moved = self._moved(parked.rows, self._batch.rules, reclaim=self._reclaim)
