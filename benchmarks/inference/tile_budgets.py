@@ -196,6 +196,8 @@ def main(arguments: list[str] | None = None) -> int:
                 options.json.write_text(json.dumps([asdict(one) for one in rows], indent=1) + "\n")
     ratios = [row.seconds / row.best for row in rows]
     print()
+    if not rows:
+        return 0
     print(
         f"{len(rows)} rows; ran out: {sum(not row.fits for row in rows)}; seconds over the best: median "
         f"{statistics.median(ratios):.3f}, worst {max(ratios):.3f}, above 1.05: {sum(one > 1.05 for one in ratios)}; "

@@ -36,6 +36,7 @@ FOR_INFERENCE = {
     "tiling",
     "uint8-inputs",
     "weight-quantization",
+    "weight-streaming",
 }
 
 
