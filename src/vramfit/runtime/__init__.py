@@ -1,1 +1,1 @@
-"""What acts while a program runs on a real device: recovery, batch sizes, tiers of memory, feeding and watching."""
+"""What acts while a program runs on a real device: recovery, batch sizes, and tiers of memory."""
