@@ -91,7 +91,7 @@ def card_bytes(gpu: str, change: Change) -> tuple[int, int | None, int | None]:
 
 
 def pass_peak(model: Any, tokens: int) -> int | None:
-    """Most bytes of tensors in a pass; None where the virtual card has no rule for it."""
+    """Most bytes of tensors in a pass; None where it fails, which is printed."""
     ids = torch.zeros(1, tokens, dtype=torch.long, device="cuda")
     for _ in range(2):  # the first sets up the library's workspace
         torch.cuda.reset_peak_memory_stats()
@@ -104,8 +104,8 @@ def pass_peak(model: Any, tokens: int) -> int | None:
 
 
 def mib(size: int | None) -> str:
-    """A size, or that the virtual card has no rule for it."""
-    return "no rule" if size is None else f"{size / MIB:,.2f}"
+    """A size, or that there is none."""
+    return "fails" if size is None else f"{size / MIB:,.2f}"
 
 
 def inference(gpu: str, steps: int) -> None:

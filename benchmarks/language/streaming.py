@@ -245,11 +245,10 @@ def large(task: Task, console: Console) -> bool:
         f"{layers - waiting} of {layers} layers stay, {placement.slots} slots of "
         f"{placement.slot_bytes / GIB:.3f} GiB; found in {placement.runs} runs and {searched:.0f} s"
     )
-    never = replace(task, layers=task.layers)
     try:
         vramfit.streamed(
-            never.model(),
-            never.generate,
+            task.model(),
+            task.generate,
             budget=task.budget - context,
             gpu=task.gpu,
             device="cpu",

@@ -220,3 +220,52 @@ def refused_argument() -> str:
 def test_a_folder_that_may_not_be_written_to_is_one_line(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     assert "may write to" in refused(llama(), placement=LLAMA, device="cpu", folder=tmp_path)
+
+
+@pytest.mark.parametrize("when", ["before a call", "after a call"])
+def test_what_is_written_to_a_model_on_disk_is_brought(when: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, other = (nn.Sequential(*(nn.Linear(8, 8) for _ in range(5))).eval() for _ in range(2))
+    x = torch.rand(2, 8)
+    wanted = other(x)
+    with vramfit.streamed(model, placement=placed(*"01234"), device="cpu", folder=tmp_path):
+        if when == "after a call":  # some layers are in slots and in buffers then
+            assert not torch.equal(model(x), wanted)
+        model.load_state_dict(other.state_dict())
+        assert torch.equal(model(x), wanted)
+        assert torch.equal(model(x), wanted)
+    assert torch.equal(model(x), wanted)
+
+
+def test_files_that_are_in_a_folder_stay(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    one, two = (nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).eval() for _ in range(2))
+    x = torch.rand(2, 8)
+    wanted = one(x)
+    with vramfit.streamed(one, placement=placed("0", "1"), device="cpu", folder=tmp_path):
+        files = {file: file.read_bytes() for file in tmp_path.iterdir()}
+        assert "a folder of its own" in refused(
+            two, placement=placed("0", "1"), device="cpu", folder=tmp_path
+        )
+        assert {file: file.read_bytes() for file in tmp_path.iterdir()} == files
+        assert torch.equal(one(x), wanted)
+
+
+def test_a_file_that_goes_leaves_the_model_its_parameters(tmp_path: Path) -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))).eval()
+    x = torch.rand(2, 8)
+    wanted, own = model(x), list(model.parameters())
+    with vramfit.streamed(model, placement=placed(*"0123"), device="cpu", folder=tmp_path) as streaming:
+        file = tmp_path / "layer-0002.safetensors"
+        file.rename(tmp_path / "away")
+        source = streaming._stream._source
+        ready = source.ready
+        source.ready = lambda layer: ready(layer) or source._of(layer) is not None  # it is read at once
+        for _ in range(3):
+            with pytest.raises(UsageError, match="cannot be read"):
+                model(x)
+            assert all(seen is one for seen, one in zip(model.parameters(), own, strict=True))
+            assert not any(slot.users for slot in streaming._stream._slots)
+        (tmp_path / "away").rename(file)
+        assert torch.equal(model(x), wanted)
+    assert torch.equal(model(x), wanted)

@@ -169,6 +169,8 @@ def test_bad_input_is_one_line() -> None:
     for items in (["text"], [[1, 2]], [None], [3.5], [float("nan")], "text"):
         with pytest.raises(UsageError, match="which is no whole number"):
             vramfit.batches(items, peak=peak, budget="1GiB")
+        with pytest.raises(UsageError, match="which is no whole number"):
+            vramfit.batches(items, model=torch.nn.Identity(), budget="1GiB", gpu="RTX 4090")
     tables = [5, 5.0, np.int32(5), np.float64(5), torch.tensor(5)]
     assert {batch.length for batch in vramfit.batches(tables, peak=peak, budget="1GiB")} == {5}
     with pytest.raises(UsageError, match="None came for a batch of 1"):

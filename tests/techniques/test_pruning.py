@@ -172,3 +172,32 @@ def test_a_card_keeps_two_of_four_in_nine_sixteenths() -> None:
         model = nn.Linear(512, 1024, device="cuda", dtype=torch.float16)
         with pytest.raises(UsageError, match="has no kernels for two of four values"):
             two_of_four(model)
+
+
+def test_a_weight_that_an_embedding_holds_too_stays_on_the_card() -> None:
+    with vramfit.VirtualGPU("RTX 4090"), torch.no_grad():
+        model = nn.Sequential(nn.Embedding(128, 64), nn.Linear(64, 64), nn.Linear(64, 128, bias=False))
+        model[2].weight = model[0].weight
+        model.to("cuda", torch.bfloat16)
+        before = torch.cuda.memory_allocated()
+        live = two_of_four(model)
+        assert torch.cuda.memory_allocated() == before - 64 * 64 * 2 * 7 // 16
+        assert model[2].weight is model[0].weight
+        ids = torch.zeros(64, dtype=torch.long, device="cuda")
+        assert model(ids).shape == (64, 128)
+        live.undo()
+
+
+def test_an_undo_without_room_leaves_the_weight_on_the_host() -> None:
+    with vramfit.VirtualGPU("RTX 4090"), torch.no_grad():
+        model = nn.Linear(4096, 4096, bias=False, dtype=torch.bfloat16, device="cuda")
+        own = model.weight
+        live = two_of_four(model)
+        packed = model.weight  # held, so that its memory is not free either
+        torch.cuda.empty_cache()
+        filling = torch.empty(torch.cuda.mem_get_info()[0] - (4 << 20), dtype=torch.uint8, device="cuda")
+        with pytest.raises(torch.cuda.OutOfMemoryError):
+            live.undo()
+        assert model.weight is own
+        assert own.device.type == "cpu"
+        del filling, packed

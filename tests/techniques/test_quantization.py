@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+import vramfit
 from vramfit.errors import UsageError
 from vramfit.techniques import AttachedProgram, Choice, Numerics, with_choices
 from vramfit.techniques.quantization import WeightQuantization, WeightQuantizationSetting
@@ -307,3 +308,18 @@ def test_a_program_that_trains_is_refused() -> None:
         WeightQuantization().attach(live, WeightQuantizationSetting(formats={"0": INT8}))
     with pytest.raises(UsageError, match="names no layers"):
         WeightQuantization().attach(live, WeightQuantizationSetting())
+
+
+def test_an_undo_without_room_leaves_the_weight_on_the_host() -> None:
+    with vramfit.VirtualGPU("RTX 4090"), torch.no_grad():
+        model = nn.Sequential(nn.Linear(4096, 4096, bias=False, dtype=torch.bfloat16))
+        own = model[0].weight
+        live = vramfit.quantized(model, formats={"0": "int8"}, device="cuda")
+        packed = model[0].weight  # held, so that its memory is not free either
+        torch.cuda.empty_cache()
+        filling = torch.empty(torch.cuda.mem_get_info()[0] - (4 << 20), dtype=torch.uint8, device="cuda")
+        with pytest.raises(torch.cuda.OutOfMemoryError):
+            live.undo()
+        assert model[0].weight is own
+        assert own.device.type == "cpu"
+        del filling, packed

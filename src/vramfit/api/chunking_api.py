@@ -184,7 +184,7 @@ def batches(
     if model is not None:
         if window is not None:
             raise UsageError("shapes of a stream are not known before", "Give peak= in place of model=")
-        lengths = tuple(int(tell(item)) for item in items)
+        lengths = tuple(_tokens(tell(item)) for item in items)
         return _measured_batches(model, make_batch or token_ids, lengths, settings, budget, gpu, progress)
     assert peak is not None
     bound = PeakBound.of(peak)

@@ -129,7 +129,7 @@ def streamed(
             names: the layers that do not stay are read from there each time, and take no memory of the host. The model
             may have been made without memory, on the device ``meta``.
         folder: where layers that do not stay are written, to be read from there each time; the undo reads them back and
-            removes them.
+            removes them. A model has a folder of its own: files of these names that are there are refused.
         progress: called with what is tried.
 
     Raises:
@@ -222,9 +222,10 @@ def _attached(live: AttachedProgram, placement: WeightPlacement, files: _Files |
         assert files.weights is not None
         waiting = [layer.get_parameter(name) for layer, names in layers for name in names]
         require(live.model, waiting, known, files.weights)
-    source = FileSource(known, pinned=live.device.type == "cuda")
+    home = DiskHome(known)
+    source = FileSource(known, pinned=live.device.type == "cuda", written=home.written)
     stream = WeightStream(live.device, len(layers), placement.slots, source=source)
-    attach_stream(live, stream, layers, DiskHome(known))
+    attach_stream(live, stream, layers, home)
     return stream
 
 

@@ -82,9 +82,9 @@ def traffic_seconds(moved: int, spec: GpuSpec, rates: Rates | None = None) -> fl
 def link_seconds(nbytes: int, spec: GpuSpec, rates: Rates | None, *, upwards: bool, pinned: bool) -> float:
     """Estimated seconds of a copy between the host and a card.
 
-    What is not page-locked passes through a page-locked buffer of the driver's, which the host fills or empties before
-    or after the link carries it (M. Harris, "How to Optimize Data Transfers in CUDA C/C++", NVIDIA 2012): both times
-    count, one after another. How far a driver lets them overlap is not known.
+    What is not page-locked passes through a page-locked buffer of the driver's (M. Harris, "How to Optimize Data
+    Transfers in CUDA C/C++", NVIDIA 2012). That the host's copy and the link's come one after another, and that the
+    host's is as quick as its memory, is assumed, where nothing was measured: a driver may let them overlap.
 
     Args:
         upwards: whether it goes to the card.

@@ -89,9 +89,16 @@ def check_folder(folder: Path) -> None:
     """Make sure that layers can be written into a folder.
 
     Raises:
+        UsageError: there are some already.
         WriteError: they cannot.
     """
     check_writable(layer_file(folder, 0))
+    found = min(folder.glob("layer-*.safetensors"), default=None)
+    if found is not None:
+        raise UsageError(
+            f"{found} is there already, and would be written over",
+            "Give each model a folder of its own; after a program that was killed, remove what it left",
+        )
 
 
 def stored_layers(
@@ -100,8 +107,10 @@ def stored_layers(
     """Write the parameters of layers into a folder, a file for each; gives where they are, and the files.
 
     Raises:
+        UsageError: files of other layers are there already, which stay as they are.
         WriteError: no space, or no permission; what was written before is gone again.
     """
+    check_folder(folder)
     found: dict[int, StoredTensor] = {}
     files: list[Path] = []
     try:

@@ -3,14 +3,15 @@
 NOTE [Memory of the host]: files are read into buffers that are taken once, not through the mapped pages: so the host
 holds as many layers as there are buffers, whatever the model has. Between calls the parameters show the mapped files,
 of which nothing is in memory before somebody looks. The system may keep what was read in its cache, as of any file.
+What is written to a parameter stays in memory, beside the file, and is brought from there.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,12 +35,18 @@ class DiskHome:
     def __init__(self, stored: Mapping[int, StoredTensor]) -> None:
         self._stored = stored
         self._moved: list[tuple[nn.Parameter, torch.device]] = []
+        self._versions: dict[int, int] = {}
 
     def take(self, parameters: Sequence[nn.Parameter]) -> None:
         """Let parameters show the files; their memory goes."""
         for parameter in parameters:
             self._moved.append((parameter, parameter.device))
             parameter.data = self._stored[id(parameter)].mapped()
+            self._versions[id(parameter)] = _version(parameter)
+
+    def written(self, parameter: nn.Parameter) -> bool:
+        """Whether a parameter has other values than the file."""
+        return _version(parameter) != self._versions.get(id(parameter))
 
     def give_back(self) -> None:
         """Let the parameters have memory where they had it before."""
@@ -54,6 +61,7 @@ class _Buffer:
 
     memory: torch.Tensor
     layer: LayerWeights | None = None
+    versions: list[int] = field(default_factory=list)
     read: Future[None] | None = None
     copied: Any = None
     lane: Lane | None = None
@@ -71,10 +79,17 @@ class FileSource:
     Args:
         stored: where each parameter's values are, by its id.
         pinned: whether the buffers are pinned, as for a card.
+        written: whether a parameter has other values than its file, to be taken from the parameter.
     """
 
-    def __init__(self, stored: Mapping[int, StoredTensor], *, pinned: bool) -> None:
-        self._stored, self._pinned = stored, pinned
+    def __init__(
+        self,
+        stored: Mapping[int, StoredTensor],
+        *,
+        pinned: bool,
+        written: Callable[[nn.Parameter], bool],
+    ) -> None:
+        self._stored, self._pinned, self._written = stored, pinned, written
         self._buffers: list[_Buffer] = []
         self._thread: ThreadPoolExecutor | None = None
 
@@ -146,7 +161,14 @@ class FileSource:
         buffer.copied, buffer.lane = end, lane
 
     def _of(self, layer: LayerWeights) -> _Buffer | None:
-        return next((buffer for buffer in self._buffers if buffer.layer is layer), None)
+        """The buffer of a layer; one that was read before the layer was written to is given up."""
+        buffer = next((buffer for buffer in self._buffers if buffer.layer is layer), None)
+        if buffer is not None and buffer.versions != layer.versions():
+            if buffer.read is not None:
+                buffer.read.exception()
+            buffer.layer = buffer.read = None
+            return None
+        return buffer
 
     def _emptied(self) -> _Buffer:
         """A free buffer: a wrong guess goes, else a copy is waited for."""
@@ -163,17 +185,31 @@ class FileSource:
     def _begin(self, buffer: _Buffer, layer: LayerWeights) -> None:
         offsets, _ = laid_out(layer.parameters)
         bytes_of: memoryview = buffer.memory.numpy().data
-        parts = [
-            (self._stored[id(parameter)], bytes_of[offset : offset + parameter.nbytes])
-            for offset, parameter in zip(offsets, layer.parameters, strict=True)
-        ]
+        parts: list[tuple[StoredTensor | memoryview, memoryview]] = []
+        for offset, parameter in zip(offsets, layer.parameters, strict=True):
+            place = bytes_of[offset : offset + parameter.nbytes]
+            parts.append(
+                (_bytes(parameter) if self._written(parameter) else self._stored[id(parameter)], place)
+            )
         assert self._thread is not None
-        buffer.layer = layer
+        buffer.layer, buffer.versions = layer, layer.versions()
         buffer.read = self._thread.submit(_read, parts)
 
 
-def _read(parts: list[tuple[StoredTensor, memoryview]]) -> None:
+def _version(parameter: nn.Parameter) -> int:
+    return 0 if parameter.is_inference() else parameter._version
+
+
+def _bytes(parameter: nn.Parameter) -> memoryview:
+    found: memoryview = parameter.detach().contiguous().view(-1).view(torch.uint8).numpy().data
+    return found
+
+
+def _read(parts: list[tuple[StoredTensor | memoryview, memoryview]]) -> None:
     for stored, memory in parts:
+        if isinstance(stored, memoryview):
+            memory[:] = stored
+            continue
         try:
             with stored.path.open("rb", buffering=0) as stream:
                 at = 0

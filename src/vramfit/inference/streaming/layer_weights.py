@@ -56,6 +56,10 @@ class LayerWeights:
             self.places.append(ParameterPlace(owner, last, numbers[id(parameter)]))
         self.nbytes = sum(parameter.nbytes for parameter in self.parameters)
 
+    def versions(self) -> list[int]:
+        """How often each parameter was written to; what was made in inference mode is written to by nobody later."""
+        return [0 if one.is_inference() else one._version for one in self.parameters]
+
     def show(self, tensors: list[Any]) -> None:
         """Let the modules see these tensors, by the numbers of the parameters."""
         for place in self.places:

@@ -46,7 +46,7 @@ class WeightSlot:
         """
         after = self._free if self.layer is None else [*self._free, self._brought]
         self.layer = layer
-        self._versions = _versions(layer)
+        self._versions = layer.versions()
         with torch.no_grad():
             places = [view.detach() for view in self.views(layer)]
             self._brought = self._lane.into(places, sources, after)
@@ -67,7 +67,7 @@ class WeightSlot:
 
     def holds(self, layer: LayerWeights) -> bool:
         """Whether the layer's weights are here as they are on the host now."""
-        return self.layer is layer and self._versions == _versions(layer)
+        return self.layer is layer and self._versions == layer.versions()
 
     def drop(self) -> None:
         """Forget what is in it; a copy on its way ends first."""
@@ -87,8 +87,3 @@ class WeightSlot:
                     for offset, like in zip(offsets, layer.parameters, strict=True)
                 ]
         return known
-
-
-def _versions(layer: LayerWeights) -> list[int]:
-    """How often each parameter was written to; what was made in inference mode is written to by nobody later."""
-    return [0 if one.is_inference() else one._version for one in layer.parameters]

@@ -209,8 +209,13 @@ class WeightStream:
                 return None
             self._bring(slot, weights)
         slot.users += 1
-        weights.show(slot.arrive())
-        self._bring_ahead()
+        try:
+            weights.show(slot.arrive())
+            self._bring_ahead()
+        except BaseException:  # a file of what comes next cannot be read
+            slot.users -= 1
+            weights.show(list(weights.parameters))
+            raise
         return slot
 
     def _enter_beside(self, weights: LayerWeights) -> None:

@@ -27,7 +27,6 @@ from vramfit.techniques.quantization.quality import (
     GivenQuality,
     LogitsDivergence,
     QualityMeasure,
-    in_evaluation,
     measured,
     measured_alone,
 )
@@ -39,6 +38,7 @@ from vramfit.techniques.quantization.weight_formats import (
     quantisable,
     why_not,
 )
+from vramfit.techniques.support.evaluation import in_evaluation
 from vramfit.units import format_bytes
 
 Progress = Callable[[str], None]

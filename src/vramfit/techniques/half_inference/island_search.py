@@ -32,6 +32,7 @@ from vramfit.techniques.half_inference.half_program import (
     same_tensors,
 )
 from vramfit.techniques.support.casting import HALVES, cast_tensors, find_islands, put_values
+from vramfit.techniques.support.evaluation import in_evaluation
 from vramfit.workload import Batch, call_model
 
 TOLERANCE = 0.01
@@ -99,7 +100,7 @@ def find_float32_islands(
         raise UsageError(f"{shown(dtype)} is no half precision", "Give torch.float16 or torch.bfloat16")
     tolerance = number_argument("tolerance", tolerance, least=0.0, most=math.inf)
     seconds = number_argument("seconds", seconds, least=0.0, most=math.inf)
-    with _evaluated(model), torch.no_grad():
+    with in_evaluation(model), torch.no_grad():
         return _Search(model, batch, dtype, tolerance, time.monotonic() + seconds).found()
 
 
@@ -312,17 +313,6 @@ def _own_tensors(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     finally:
         for tensor, values in before:
             put_values(tensor, values)
-
-
-@contextmanager
-def _evaluated(model: nn.Module) -> Iterator[None]:
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 def with_sharers(model: nn.Module, names: Sequence[str]) -> tuple[str, ...]:

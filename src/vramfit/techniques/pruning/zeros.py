@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -25,8 +26,7 @@ def zero_smallest(model: nn.Module, *, share: float = 0.5) -> AttachedProgram:
     """Set the smallest values of each linear layer's weight to zero, in place.
 
     It saves no bytes: a dense tensor has room for its zeros. Kept as a sparse tensor (CSR), a value of 2 bytes has an
-    index of 4 or 8 beside it, so that it is smaller only where more than two thirds, or four fifths, are zeros; and no
-    tensor cores multiply it.
+    index of 4 or 8 beside it, so that it is smaller only where more than two thirds, or four fifths, are zeros.
 
     Args:
         share: of each weight's values.
@@ -54,7 +54,8 @@ def two_of_four(model: nn.Module, *, packed: bool | None = None) -> AttachedProg
 
     On a card of compute capability 8.0 or more, weights in 16 bits are then kept by torch's
     ``SparseSemiStructuredTensor``: two values of four and two bits for the place of each, nine sixteenths of the bytes.
-    Layers whose sizes no kernel takes stay dense, with their zeros. On the CPU all do.
+    Layers whose sizes no kernel takes stay dense, with their zeros, and so do weights that others hold too, such as an
+    embedding's. On the CPU all do.
 
     Args:
         packed: whether weights are packed; None packs them where the device is a card.
@@ -83,8 +84,9 @@ def two_of_four(model: nn.Module, *, packed: bool | None = None) -> AttachedProg
     live = _masked(model, mask, lambda layer: layer.weight.shape[1] % 4 == 0)
     if packs:
         try:
+            held = Counter(id(one) for _, one in model.named_parameters(remove_duplicate=False))
             for layer in layers:
-                if _packs(layer.weight):
+                if _packs(layer.weight) and held[id(layer.weight)] == 1:
                     _pack(live, layer)
         except BaseException:
             live.undo()
@@ -108,8 +110,9 @@ def _pack(live: AttachedProgram, layer: nn.Linear) -> None:
     own.data = own.data.cpu()
 
     def put_back() -> None:
-        own.data = own.data.to(layer.weight.device)
-        layer.weight = own
+        where = layer.weight.device
+        layer.weight = own  # first: where the card has no room for it, it is on the host
+        own.data = own.data.to(where)
 
     live.on_undo(put_back)
 

@@ -23,7 +23,6 @@ from vramfit.techniques.quantization.byte_program import (
 )
 from vramfit.techniques.quantization.quality import (
     LogitsDivergence,
-    in_evaluation,
     measured,
     measured_alone,
 )
@@ -35,6 +34,7 @@ from vramfit.techniques.quantization.weight_formats import (
     quantisable,
     why_not,
 )
+from vramfit.techniques.support.evaluation import in_evaluation
 from vramfit.techniques.support.inference_only import refuse_training
 
 _LEVELS = (0.25, 0.5, 0.75)

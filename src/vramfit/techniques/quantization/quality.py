@@ -161,18 +161,6 @@ def logits_of(outputs: Any, batch: Batch) -> torch.Tensor:
 
 
 @contextmanager
-def in_evaluation(model: nn.Module) -> Iterator[None]:
-    """A model in evaluation mode inside the block; its modes are as they were after it."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
-
-
-@contextmanager
 def with_formats(model: nn.Module, formats: Formats, device: torch.device) -> Iterator[nn.Module]:
     """A model with formats inside the block, as it was after it."""
     live = AttachedProgram(model, None)

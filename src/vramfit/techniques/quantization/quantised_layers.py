@@ -111,9 +111,9 @@ def _quantise(
 
     def put_back() -> None:
         where = layer.weight.device
+        layer.weight = own  # first: where the card has no room for it, it is on the host
         if own.device != where:
             own.data = own.data.to(where)
-        layer.weight = own
 
     live.on_undo(put_back)
 
