@@ -27,7 +27,7 @@ class Counted(Schedules):
         super().teardown()
         if hasattr(self, "rows"):
             COUNTS["schedules"] += 1
-            COUNTS["tokens stored"] += self.serial
+            COUNTS["tokens stored"] += self.stored
             COUNTS["allocations that failed"] += self.failed
             COUNTS["schedules with one that failed"] += self.failed > 0
 

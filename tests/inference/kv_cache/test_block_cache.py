@@ -15,10 +15,16 @@ from transformers import (
     BartForConditionalGeneration,
     BertConfig,
     DynamicCache,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3Config,
     Gemma3ForCausalLM,
+    Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MambaConfig,
@@ -209,6 +215,20 @@ def test_a_batch_waits_on_the_host_and_goes_on(llama: Any) -> None:
         cache.kept.resume(waiting)
 
 
+def test_a_batch_is_resumed_by_the_cache_that_parked_it(llama: Any) -> None:
+    inputs = left_padded(drawn([20, 40]))
+    cache, other = (vramfit.BlockCache(llama, tokens=200, host="1MiB") for _ in range(2))
+    for one in (cache, other):
+        llama.generate(**inputs, past_key_values=one, max_new_tokens=2, **GREEDY)
+    parked, others = cache.park(), other.park()
+    with pytest.raises(UsageError, match="not on the host for this cache"):
+        cache.resume(others)
+    cache.resume(parked)
+    other.free()
+    with pytest.raises(UsageError, match="not on the host for this cache"):
+        other.resume(others)
+
+
 def test_blocks_of_8_bits_count_their_scales_and_stay_close(llama: Any) -> None:
     inputs = left_padded(drawn([20, 40]))
     reference = llama.generate(**inputs, max_new_tokens=NEW, **GREEDY)
@@ -350,6 +370,65 @@ def test_what_ends_is_freed_while_others_go_on(llama: Any) -> None:
     assert cache.usage().tokens == 47  # the last token of the other is not read any more
     with pytest.raises(UsageError, match="end="):
         cache.finish_at(-1)
+
+
+@pytest.mark.parametrize("way", [{"num_return_sequences": 3, "do_sample": True}, {"num_beams": 3}])
+def test_what_ends_is_freed_for_each_returned_sequence_and_not_for_beams(
+    llama: Any, way: dict[str, Any]
+) -> None:
+    inputs = left_padded(drawn([20, 40]))
+    options = GREEDY | {"max_new_tokens": 12, "eos_token_id": list(range(3, 8))} | way
+    cache = vramfit.BlockCache(llama, tokens=800)
+    criteria = [cache.finish_at(*range(3, 8))]
+    if "num_beams" in way:
+        with pytest.raises(UsageError, match="finish_at is asked about"):
+            llama.generate(**inputs, past_key_values=cache, stopping_criteria=criteria, **options)
+        return
+    torch.manual_seed(1)
+    expected = llama.generate(**inputs, **options).sequences
+    torch.manual_seed(1)
+    found = llama.generate(**inputs, past_key_values=cache, stopping_criteria=criteria, **options).sequences
+    assert torch.equal(found, expected)
+    ended = sum(any(3 <= token < 8 for token in row[40:]) for row in expected.tolist())
+    assert 0 < ended < 6
+    assert cache.usage().sequences == 6 - ended
+
+
+def test_block_attention_refuses_what_it_would_leave_out(llama: Any) -> None:
+    """In the prompt already, whose keys no cache has yet."""
+    shape = SHAPE | {"num_local_experts": 2, "num_experts_per_tok": 1}
+    sinks = GptOssForCausalLM(GptOssConfig(**shape)).eval()
+    capped = Gemma2ForCausalLM(Gemma2Config(**SHAPE)).eval()
+    for model, part in ((sinks, "s_aux"), (capped, "softcap")):
+        before = model.config._attn_implementation
+        cache = vramfit.BlockCache(model, tokens=64)
+        with pytest.raises(UsageError, match=f"has {part}"), block_attention(model), torch.no_grad():
+            model(input_ids=torch.ones(1, 2, dtype=torch.int64), past_key_values=cache)
+        assert model.config._attn_implementation == before
+
+
+def test_parts_of_a_model_attend_as_before_after_block_attention() -> None:
+    sight = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = Gemma3Config(
+        text_config=Gemma3TextConfig(**SHAPE),
+        vision_config=sight | {"image_size": 32, "patch_size": 16},
+        mm_tokens_per_image=4,
+    )
+    ways = {"vision_config": "eager", "text_config": "sdpa"}
+    model = Gemma3ForConditionalGeneration._from_config(config, attn_implementation=ways)
+    with block_attention(model):
+        assert model.config.text_config._attn_implementation == "vramfit_blocks"
+    assert {name: getattr(model.config, name)._attn_implementation for name in ways} == ways
+
+
+def test_memory_is_shared_by_caches_of_one_layout(llama: Any) -> None:
+    cache = vramfit.BlockCache(llama, tokens=128)
+    other = vramfit.BlockCache(llama, memory=cache.memory)
+    for one in (cache, other):
+        llama.generate(**left_padded(drawn([20])), past_key_values=one, max_new_tokens=2, **GREEDY)
+    assert cache.usage().blocks_free == cache.usage().blocks - 4
+    with pytest.raises(UsageError, match="another layout"):
+        vramfit.BlockCache(LlamaConfig(**SHAPE | {"head_dim": 16}), memory=cache.memory)
 
 
 def test_a_full_cache_says_so_and_holds_what_it_held(llama: Any) -> None:

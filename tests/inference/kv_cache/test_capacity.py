@@ -84,3 +84,12 @@ def test_a_budget_is_kept_and_one_more_does_not_fit() -> None:
         sequences_that_fit(config, [0], budget="1GiB", new_tokens=1)
     with pytest.raises(UsageError, match="no prompts"):
         sequences_that_fit(config, [], budget="1GiB", new_tokens=1)
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"numbers": "int4"}, "none that blocks hold"),
+        ({"reading": "twice"}, "no way to read a cache"),
+        ({"window": 1}, "window=1"),
+        ({"sinks": 4}, "sinks are kept beside a window"),
+    ]
+    for options, message in wrong:
+        with pytest.raises(UsageError, match=message):
+            sequences_that_fit(config, [3], budget="1GiB", new_tokens=1, **options)

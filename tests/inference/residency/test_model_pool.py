@@ -167,6 +167,10 @@ def test_only_what_was_written_to_is_copied_back() -> None:
         model[0].weight.zero_()
     assert hosted.unload() == 8 * 8 * 4
     assert not model[0].weight.any()
+    hosted.load()
+    model[0].weight.data = torch.ones(8, 8)  # other memory, past the version counter as well
+    assert hosted.unload() == 8 * 8 * 4
+    assert model[0].weight.all()
 
 
 def test_gradients_and_random_state_are_left_alone() -> None:

@@ -38,11 +38,16 @@ def block_attention(model: Any) -> Iterator[None]:
             f"the attention of {type(model).__name__} cannot be chosen",
             "Use the cache without block_attention",
         )
+    # Parts of a model may attend in other ways than the whole, which set_attn_implementation does not go back to.
+    parts = [part.config for part in model.modules() if hasattr(part, "set_attn_implementation")]
+    each = [(part, part._attn_implementation) for part in parts]
     model.set_attn_implementation(BLOCK_ATTENTION)
     try:
         yield
     finally:
         model.set_attn_implementation(before)
+        for part, own in each:  # from the whole to its parts, since what is set here goes on to parts
+            part._attn_implementation = own
 
 
 def register() -> None:
@@ -82,8 +87,9 @@ def attend(
         UsageError: the attention has a part that is not computed here.
     """
     found = getattr(key, "vramfit_layer", None)
-    for name in ("softcap", "s_aux", "position_bias"):
-        if found is not None and kwargs.get(name) is not None:
+    # The attention below, which new columns alone are given to, adds a position bias, and would leave sinks out.
+    for name in ("softcap", "s_aux") if found is None else ("softcap", "s_aux", "position_bias"):
+        if kwargs.get(name) is not None:
             raise UsageError(
                 f"{type(module).__name__} has {name}, which block attention does not compute",
                 "Use the cache without block_attention",

@@ -118,6 +118,11 @@ class BlockCache(Cache):
         if memory is None:
             settings = checked_settings(budget, tokens, block_tokens, numbers, host)
             memory = CacheMemory(settings, [layout])
+        elif layout not in memory.layouts:
+            raise UsageError(
+                "the memory given is that of a cache with another layout",
+                "Share it among caches of one model and one window, or give a budget",
+            )
         self.memory = memory
         self.batch = CachedBatch(layout, memory)
         self.kept = KeptSequences(self.batch)
@@ -300,7 +305,7 @@ class BlockCache(Cache):
         """
         from vramfit.inference.kv_cache.finish_at_end import FinishAtEnd
 
-        return FinishAtEnd(frozenset(whole_argument("end", end, least=0) for end in ends), self.finish)
+        return FinishAtEnd(frozenset(whole_argument("end", end, least=0) for end in ends), self)
 
     def park(self) -> ParkedSequences:
         """Take the batch out of the cache and its blocks to the host.
@@ -317,6 +322,7 @@ class BlockCache(Cache):
         """Make a batch that was parked the one of the cache; it must hold none then.
 
         Raises:
+            UsageError: the cache holds sequences, or these were not parked by it, or were given back by `free`.
             CacheFullError: the pool has no room; it stays parked then.
         """
         if self.batch.rows:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from vramfit.errors import CacheFullError
 
 
@@ -82,11 +80,3 @@ class BlockPool:
     def holders(self, block: int) -> int:
         """How often a block is held."""
         return self._holders[block]
-
-    def agrees_with(self, held: Iterable[int]) -> bool:
-        """Whether the counts are those of a list of blocks, one entry for each holder."""
-        counts = [0] * self.blocks
-        for block in held:
-            counts[block] += 1
-        free = sorted(self._free)
-        return counts == self._holders and free == [one for one in range(self.blocks) if not counts[one]]

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from vramfit.arguments import size_argument, whole_argument
+from vramfit.arguments import shown, whole_argument
 from vramfit.errors import UsageError
+from vramfit.inference.kv_cache.block_cache import checked_layout, checked_settings
 from vramfit.inference.kv_cache.block_store import BlockFormat, BlockNumbers
-from vramfit.inference.kv_cache.cache_layout import CacheLayout, LayerGroup, decoder_config, read_layout
+from vramfit.inference.kv_cache.cache_layout import CacheLayout, LayerGroup, decoder_config
 from vramfit.inference.kv_cache.cache_memory import PoolKey, pool_key
 from vramfit.inference.kv_cache.cached_batch import Reading
 from vramfit.inference.kv_cache.scratch import expected_columns
@@ -84,7 +85,9 @@ def sequences_that_fit(
     Raises:
         UsageError: an argument cannot be used.
     """
-    limit = size_argument("budget", budget)
+    settings = checked_settings(budget, None, block_tokens, numbers, 0)
+    limit = settings.budget
+    assert limit is not None
     whole_argument("new_tokens", new_tokens, least=1)
     lengths = [whole_argument("a prompt's tokens", one, least=1) for one in prompts]
     if not lengths:
@@ -93,10 +96,10 @@ def sequences_that_fit(
     config = decoder_config(model)
     kind = _dtype_of(model, config) if dtype is None else dtype
     plan = _Plan(
-        layout=read_layout(config, window=window, sinks=sinks),
-        block_tokens=whole_argument("block_tokens", block_tokens, least=1, most=1024),
-        numbers=BlockNumbers(numbers),
-        reading=Reading(reading),
+        layout=checked_layout(config, window, sinks),
+        block_tokens=settings.block_tokens,
+        numbers=settings.numbers,
+        reading=_checked_reading(reading),
         dtype=kind,
         new_tokens=new_tokens,
         shared=shared,
@@ -210,6 +213,14 @@ class _Plan:
     def _reads(self) -> bool:
         """Whether anything is read back: not where each prompt gives one token, unless its beginning is shared."""
         return self.new_tokens > 1 or (self.shared >= self.block_tokens and not self.layout.windowed)
+
+
+def _checked_reading(reading: Any) -> Reading:
+    try:
+        return Reading(reading)
+    except ValueError:
+        names = " or ".join(repr(one.value) for one in Reading)
+        raise UsageError(f"reading={shown(reading)} is no way to read a cache", f"Give {names}") from None
 
 
 def _dtype_of(model: Any, config: Any) -> torch.dtype:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import StoppingCriteria
+
+from vramfit.errors import UsageError
+
+if TYPE_CHECKING:
+    from vramfit.inference.kv_cache.block_cache import BlockCache
 
 
 class FinishAtEnd(StoppingCriteria):
@@ -14,11 +18,11 @@ class FinishAtEnd(StoppingCriteria):
 
     Args:
         ends: tokens after which a sequence gets no more.
-        finish: frees a row.
+        cache: whose rows are those of ``generate``.
     """
 
-    def __init__(self, ends: frozenset[int], finish: Callable[[int], None]) -> None:
-        self._ends, self._finish = ends, finish
+    def __init__(self, ends: frozenset[int], cache: BlockCache) -> None:
+        self._ends, self._cache = ends, cache
         self._done: set[int] = set()
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
@@ -26,10 +30,19 @@ class FinishAtEnd(StoppingCriteria):
 
         Args:
             input_ids: all tokens so far, [rows, tokens].
+
+        Raises:
+            UsageError: the rows are not those of the cache: a search with beams looks at more.
         """
         del scores, kwargs
+        rows = len(self._cache.batch.rows)
+        if len(input_ids) != rows:
+            raise UsageError(
+                f"finish_at is asked about {len(input_ids)} rows, and the cache holds {rows}",
+                "Leave it out with num_beams, and give generate() the cache that it is of",
+            )
         for row, token in enumerate(input_ids[:, -1].tolist()):
             if token in self._ends and row not in self._done:
                 self._done.add(row)
-                self._finish(row)
+                self._cache.finish(row)
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)

@@ -31,11 +31,13 @@ class ParkedSequences:
     Attributes:
         rows: the sequences.
         width: columns of the batch.
+        owner: the only one who finds their blocks; gone with its cache, or with what that has freed.
         back: whether they have been brought back.
     """
 
     rows: list[TokenSequence]
     width: int
+    owner: weakref.ref[KeptSequences]
     back: bool = False
 
 
@@ -126,9 +128,14 @@ class KeptSequences:
         """Bring a batch back.
 
         Raises:
-            UsageError: it is back already.
+            UsageError: it is back already, or of another cache, or the cache has given its memory back since.
             CacheFullError: there is no room; it stays on the host.
         """
+        if parked.owner() is not self:
+            raise UsageError(
+                "these sequences are not on the host for this cache",
+                "Resume them in the cache that parked them, before its free()",
+            )
         self._batch.adopt(self._fetched(parked), parked.width)
 
     def clear(self) -> None:
@@ -181,7 +188,7 @@ class KeptSequences:
         moved = self._moved(rows, self._host_rules())
         for row in rows:
             drop(row, self._batch.rules)
-        return ParkedSequences(rows=moved, width=width)
+        return ParkedSequences(rows=moved, width=width, owner=weakref.ref(self))
 
     def _fetched(self, parked: ParkedSequences) -> list[TokenSequence]:
         if parked.back:

@@ -39,7 +39,7 @@ class EvictionPolicy(Protocol):
         ...
 
 
-def _until_enough(order: Sequence[SizedModel], missing: int) -> tuple[SizedModel, ...]:
+def until_enough(order: Sequence[SizedModel], missing: int) -> tuple[SizedModel, ...]:
     """The first models in an order that free enough; none where all are not enough."""
     chosen: list[SizedModel] = []
     for one in order:
@@ -64,7 +64,7 @@ class LeastRecentlyUsed:
 
     def leaving(self, idle: Sequence[SizedModel], missing: int) -> tuple[SizedModel, ...]:
         """See `EvictionPolicy`."""
-        return _until_enough(sorted(idle, key=lambda one: self._last.get(one.name, 0)), missing)
+        return until_enough(sorted(idle, key=lambda one: self._last.get(one.name, 0)), missing)
 
 
 class GreedyDualSize:
@@ -86,7 +86,7 @@ class GreedyDualSize:
 
     def leaving(self, idle: Sequence[SizedModel], missing: int) -> tuple[SizedModel, ...]:
         """See `EvictionPolicy`."""
-        chosen = _until_enough(sorted(idle, key=lambda one: self._value.get(one.name, 0.0)), missing)
+        chosen = until_enough(sorted(idle, key=lambda one: self._value.get(one.name, 0.0)), missing)
         for one in chosen:
             self._clock = max(self._clock, self._value.get(one.name, 0.0))
             self._count.pop(one.name, None)
@@ -155,7 +155,7 @@ class CheapestReturn:
     def _without_needless(self, idle: Sequence[SizedModel], missing: int) -> tuple[SizedModel, ...]:
         """The least likely ones until it is enough, without those that the later ones make needless."""
         order = sorted(idle, key=lambda one: (self.likelihood(one.name), self._last.get(one.name, 0)))
-        chosen = list(_until_enough(order, missing))
+        chosen = list(until_enough(order, missing))
         spare = sum(one.weight_bytes for one in chosen) - missing
         for one in sorted(chosen, key=lambda one: -self.cost(one)):
             if one.weight_bytes <= spare:

@@ -45,10 +45,13 @@ class _Place:
     owner: nn.Module | None
     version: int = 0
 
-    @property
-    def was_written(self) -> bool:
-        """Whether it may have changed since it came to the device."""
-        return self.tensor._version != self.version or (self.owner is not None and self.owner.training)
+    def was_written(self, block: torch.Tensor) -> bool:
+        """Whether it may have changed since it came to the device, into this block."""
+        return (
+            self.tensor._version != self.version
+            or self.tensor.untyped_storage()._cdata != block.untyped_storage()._cdata  # given other data
+            or (self.owner is not None and self.owner.training)
+        )
 
     def inside(self, block: torch.Tensor) -> torch.Tensor:
         """The tensor's values within a block, as a view of it."""
@@ -139,7 +142,7 @@ class HostedModel:
             moved = [tensor.to("cpu") for _, _, tensor in loose]
             views = [place.inside(host) for place in self._places]
             for place, view in zip(self._places, views, strict=True):
-                if place.was_written:
+                if place.was_written(self._block):
                     view.copy_(place.tensor)
                     written += place.tensor.nbytes
             for (owner, key, _), tensor in zip(loose, moved, strict=True):

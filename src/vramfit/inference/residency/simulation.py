@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from vramfit.errors import UsageError
-from vramfit.inference.residency.eviction import EvictionPolicy
+from vramfit.inference.residency.eviction import EvictionPolicy, until_enough
 from vramfit.inference.residency.placement import SizedModel, too_large
 
 _MOST_SETS = 12
@@ -107,13 +107,7 @@ class FarthestInFuture:
 
     def leaving(self, idle: Sequence[SizedModel], missing: int) -> tuple[SizedModel, ...]:
         """See `EvictionPolicy`."""
-        chosen = []
-        for one in sorted(idle, key=lambda one: -self._ahead(one)):
-            if missing <= 0:
-                break
-            chosen.append(one)
-            missing -= one.weight_bytes
-        return tuple(chosen) if missing <= 0 else ()
+        return until_enough(sorted(idle, key=lambda one: -self._ahead(one)), missing)
 
     def _ahead(self, model: SizedModel) -> int:
         coming = self._next.get(model.name)
