@@ -371,8 +371,7 @@ class Survivor:
         States that there is no room for any more stay on the host, where their parameters step then. Tensors are
         exchanged, so it is done for optimizers that are known only.
         """
-        known_kind = self._guard.by_parameter
-        if now is None or not asked or now.within_reach < asked or not known_kind:
+        if now is None or not asked or now.within_reach < asked or not self._guard.by_parameter:
             return False
         states = [
             (parameter, name)
@@ -380,7 +379,7 @@ class Survivor:
             for name, value in known.items()
             if isinstance(value, torch.Tensor) and value.device == self._live.device and value.dim()
         ]
-        moved: list[tuple[nn.Parameter, str]] = []
+        moved: list[tuple[Any, str]] = []
 
         def leave() -> bool:
             for parameter, name in states:
@@ -396,9 +395,7 @@ class Survivor:
         self._tried(leave)  # as far as the host has room
         self._recovery.release()
         for parameter, name in moved:
-            if parameter not in self._guard.hosted and not self._tried(
-                lambda one=(parameter, name): come_back(*one)
-            ):  # type: ignore[misc]
+            if not self._tried(functools.partial(come_back, parameter, name)):
                 self._guard.hosted.add(parameter)
         return bool(moved)
 
