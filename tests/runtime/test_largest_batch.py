@@ -137,6 +137,23 @@ def training(
     return model, optimizer, [one for one in (scaler, scheduler) if one is not None], step
 
 
+def test_a_buffer_that_steps_replace_is_put_back() -> None:
+    class Averaging(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.average = 0.5 * self.average + x.detach().mean(0)
+            return super().forward(x)
+
+    model = Averaging(4, 2)
+    average = torch.arange(4.0)
+    model.register_buffer("average", average)
+    found = vramfit.largest_batch(
+        lambda size: model(torch.ones(size, 4)).sum().backward(), model=model, most=2, predict="never"
+    )
+    assert found.size == 2
+    assert model.average is average
+    assert torch.equal(average, torch.arange(4.0))
+
+
 @pytest.mark.parametrize("subject", SUBJECTS, ids=lambda one: one.name)
 @pytest.mark.parametrize("steps_before", [0, 2])
 def test_all_is_left_as_it_was_found(subject: Subject, steps_before: int) -> None:

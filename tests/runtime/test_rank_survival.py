@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -45,6 +47,54 @@ def test_two_ranks_agree_before_each_collective() -> None:
     words, shortages, _ = ran_on(2, 25).split()
     assert words == "equal"
     assert int(shortages) >= 20
+
+
+class Branches(nn.Module):
+    """Of three layers one is used on each of two ranks, and one on neither."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(3, 2) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, number: int) -> torch.Tensor:
+        return self.layers[number](x)  # type: ignore[no-any-return]
+
+
+def one_of_two_branches(rank: int, folder: str) -> None:
+    """Train as one of two ranks with survive and with the wrapper alone, and write down the parameters."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2, timeout=timedelta(seconds=60)
+    )
+    x = torch.full((4, 3), rank + 1.0)
+    values = []
+    for survives in (True, False):
+        model = nn.parallel.DistributedDataParallel(Branches(), find_unused_parameters=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        survivor = vramfit.survive(
+            model, optimizer, loss=lambda whole, batch: whole(batch, rank).square().mean()
+        )
+        for _ in range(2):
+            if survives:
+                survivor.step(x)
+            else:
+                model(x, rank).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        values.append([one.tolist() for one in model.parameters()])
+        values.append(len(optimizer.state))
+    Path(folder, f"{rank}.json").write_text(json.dumps(values))
+    torch.distributed.destroy_process_group()
+
+
+def test_a_layer_that_one_rank_alone_uses_steps_on_all(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(one_of_two_branches, args=(str(tmp_path),), nprocs=2)
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    assert first == second
+    mine, states, theirs, states_of_theirs = first
+    assert mine == theirs
+    assert states == states_of_theirs == 4
 
 
 class Sharded(nn.Linear, FSDPModule):

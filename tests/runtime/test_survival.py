@@ -209,6 +209,78 @@ def test_hooks_of_the_optimizer_run_once() -> None:
     assert told == ["before", "after"]
 
 
+class Averaging(nn.Module):
+    """Writes a new tensor in the place of its buffer with each forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 3)
+        self.register_buffer("average", torch.zeros(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.average = 0.5 * self.average + x.detach().mean(0)
+        return self.inner(x)  # type: ignore[no-any-return]
+
+
+def test_a_buffer_that_an_attempt_replaced_is_put_back() -> None:
+    model = Averaging()
+    attempts = 0
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        nonlocal attempts
+        attempts += 1
+        found = _square(model, batch)
+        if attempts == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0")
+        return found
+
+    vramfit.survive(model, torch.optim.SGD(model.parameters(), lr=1.0), loss=loss).step(torch.ones(2, 6))
+    assert attempts == 2
+    assert torch.equal(model.average, torch.ones(6))
+
+
+def test_a_scaled_step_that_ends_in_a_shortage_is_not_begun_again() -> None:
+    """A hook of the optimizer runs out when all parameters have stepped."""
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    stepped: list[torch.Tensor] = []
+
+    def after(*_: Any) -> None:
+        stepped.append(model.weight.detach().clone())
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0")
+
+    optimizer.register_step_post_hook(after)
+    scaler = torch.amp.GradScaler("cpu")
+    survivor = vramfit.survive(model, optimizer, loss=_square, scaler=scaler)
+    with pytest.raises(torch.OutOfMemoryError):
+        survivor.step(torch.ones(2, 6))
+    assert len(stepped) == 1
+    assert torch.equal(model.weight, stepped[0])
+    assert "step" not in vars(optimizer)
+
+
+def test_states_that_find_no_way_back_to_the_device_step_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    survivor = vramfit.survive(model, optimizer, loss=_square)
+    survivor.step(torch.ones(2, 6))
+
+    def short(_action: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0")
+
+    room = MemoryNow(allocated=0, reserved=0, free=1000)
+    with monkeypatch.context() as patch:
+        patch.setattr(survivor._recovery, "insist", short)
+        assert survivor._defragmented(500, room)
+    assert survivor._guard.hosted == set(model.parameters())
+    survivor.step(torch.ones(2, 6))
+    survivor.close()
+    assert not survivor._guard.hosted
+    assert [int(state["step"]) for state in optimizer.state.values()] == [2, 2]
+    assert survivor._defragmented(500, room)
+    assert not survivor._guard.hosted
+
+
 def test_inference_goes_on_in_parts() -> None:
     model = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3)).eval()
     short = TooLarge(model, room=5)

@@ -120,6 +120,7 @@ class TieredStore(Store):
 
         Raises:
             UsageError: the optimizer may not treat each parameter by itself.
+            StoreFull: there is no room; the optimizer is as it was.
         """
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise UsageError(

@@ -172,9 +172,11 @@ class _Trials:
         peak = self._peak()
         self._recovery.insist(self._state.restore)
         self._recovery.release()
+        own = ended
+        ended, peak = self._agreed(own, peak if peak > peak_before else 0)
         if ended == _SHORT:
-            self.message = "another rank ran out" if not self._recovery.last else self._recovery.last.message
-        ended, peak = self._agreed(ended, peak if peak > peak_before else 0)
+            mine = self._recovery.last if own == _SHORT else None
+            self.message = "another rank ran out" if mine is None else mine.message
         if failure is not None:
             raise failure
         if ended == _FAILED:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from vramfit.runtime.survival.step_state import GeneratorStates
+from vramfit.runtime.survival.step_state import GeneratorStates, ModuleState
 
 Optimizer = torch.optim.Optimizer
 
@@ -57,21 +57,6 @@ class _Gradient:
                 there = torch.empty_like(self.values, device=self.parameter.device)
         there.copy_(self.values)
         self.parameter.grad = there
-
-
-@dataclass(frozen=True, kw_only=True)
-class _ModuleState:
-    """A module's mode and buffers."""
-
-    module: nn.Module
-    training: bool
-    buffers: dict[str, torch.Tensor | None]
-
-    def restore(self) -> None:
-        self.module.training = self.training
-        if self.module._buffers != self.buffers or list(self.module._buffers) != list(self.buffers):
-            self.module._buffers.clear()
-            self.module._buffers.update(self.buffers)
 
 
 class _OptimizerState:
@@ -165,10 +150,7 @@ class TrainingState:
         buffers = dict.fromkeys(
             one for module in modules for one in module._buffers.values() if one is not None
         )
-        self._modules = [
-            _ModuleState(module=module, training=module.training, buffers=dict(module._buffers))
-            for module in modules
-        ]
+        self._modules = [ModuleState.of(module) for module in modules]
         self._values = [_Noted.of(one) for one in (*self._parameters, *buffers)]
         self._gradients = [
             _Gradient(parameter=one, gradient=weakref.ref(one.grad), values=_on_host(one.grad))

@@ -122,6 +122,26 @@ def test_folders_of_the_dead_go_and_those_of_others_stay(tmp_path: Path) -> None
     assert started_at(2**22 + 1) is None
 
 
+def test_folders_of_another_machine_on_the_same_disk_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its processes have other numbers here, or none; the number of its first namespace is the same."""
+    mine = OwnedFolder(tmp_path)
+    theirs = tmp_path / mine.path.name.replace(f"-{os.getpid()}-", f"-{2**22 + 1}-")
+    theirs.mkdir()
+    read_text = Path.read_text
+
+    def elsewhere(path: Path, *arguments: Any) -> str:
+        if path.name == "boot_id":
+            return "00000000-0000-4000-8000-000000000001\n"
+        return read_text(path, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", elsewhere)
+        assert sweep(tmp_path) == []
+    assert sweep(tmp_path) == [theirs]
+
+
 def test_a_ticket_whose_file_is_gone_says_so(tmp_path: Path) -> None:
     ticket = SharedTensor(path=str(tmp_path / "1"), layout=Layout((3,), (1,), torch.float32))
     with pytest.raises(UsageError, match="no longer shared"):

@@ -41,6 +41,7 @@ class RankVotes:
         self._votes = dist.new_group(ranks, backend="gloo", timeout=timedelta(seconds=timeout))
         self._timeout = timeout
         self._bucket: torch.Tensor | None = None
+        self._absent: set[nn.Parameter] = set()
 
     def most(self, *values: int) -> tuple[int, ...]:
         """The largest of what each rank says, for each value.
@@ -59,13 +60,17 @@ class RankVotes:
         return tuple(int(value) for value in told)
 
     def prepare(self, model: nn.Module) -> None:
-        """Have the buffer of the reduction before the vote.
+        """Have the buffer of the reduction before the vote, and a place for gradients that only other ranks have.
 
         Raises:
             torch.OutOfMemoryError: there is no room for it.
         """
+        self._absent = set()
         for parameter in model.parameters():
             if parameter.requires_grad:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                    self._absent.add(parameter)
                 elements = max(parameter.numel(), BUCKET_BYTES // parameter.element_size())
                 elements = min(elements, sum(p.numel() for p in model.parameters()))
                 if self._bucket is None or self._bucket.numel() < elements:
@@ -74,26 +79,29 @@ class RankVotes:
     def reduce(self, model: nn.Module) -> None:
         """Average the gradients over the ranks, in the prepared buffer.
 
-        Parameters without a gradient on this rank count as nothing, as in torch's DistributedDataParallel.
+        A parameter without a gradient on this rank counts as nothing and gets what the others have, as in torch's
+        DistributedDataParallel with ``find_unused_parameters``; one that no rank has a gradient for keeps none.
         """
         assert self._bucket is not None
         for part in self._buckets(model):
             flat = self._bucket[: sum(parameter.numel() for parameter in part)]
             start = 0
             for parameter in part:
-                here = flat[start : start + parameter.numel()]
-                if parameter.grad is None:
-                    here.zero_()
-                else:
-                    here.copy_(parameter.grad.reshape(-1))
+                assert parameter.grad is not None
+                flat[start : start + parameter.numel()].copy_(parameter.grad.reshape(-1))
                 start += parameter.numel()
             flat.div_(self.size)
             self._dist.all_reduce(flat, group=self._group)
             start = 0
             for parameter in part:
-                if parameter.grad is not None:
-                    parameter.grad.copy_(flat[start : start + parameter.numel()].view_as(parameter))
+                assert parameter.grad is not None
+                parameter.grad.copy_(flat[start : start + parameter.numel()].view_as(parameter))
                 start += parameter.numel()
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        had = self.most(*(int(parameter not in self._absent) for parameter in trained))
+        for parameter, anywhere in zip(trained, had, strict=True):
+            if not anywhere:
+                parameter.grad = None
 
     def spread_parameters(self, model: nn.Module) -> None:
         """Give all ranks the first one's parameters: what stepped on a host is rounded otherwise."""

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from vramfit.runtime.oom_forms import recognised
+
 Optimizer = torch.optim.Optimizer
 
 
@@ -45,6 +47,28 @@ class GeneratorStates:
             sys.modules["numpy"].random.set_state(self.numpy)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ModuleState:
+    """A module's mode and which tensors are its buffers: a forward pass may write others in their place."""
+
+    module: nn.Module
+    training: bool
+    buffers: dict[str, torch.Tensor | None]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> ModuleState:
+        """The state now."""
+        return cls(module=module, training=module.training, buffers=dict(module._buffers))
+
+    def restore(self) -> None:
+        """The mode and the tensors again; not their values."""
+        self.module.training = self.training
+        now = self.module._buffers
+        if list(now) != list(self.buffers) or any(now[name] is not one for name, one in self.buffers.items()):
+            now.clear()
+            now.update(self.buffers)
+
+
 class StepState:
     """A step's beginning: random states, buffers, gradients that are there already, and a scaler's bookkeeping.
 
@@ -58,6 +82,7 @@ class StepState:
 
     def __init__(self, model: nn.Module, scaler: torch.amp.GradScaler | None, device: torch.device) -> None:
         self._random = GeneratorStates.of(device)
+        self._modules = [ModuleState.of(module) for module in model.modules()]
         self._buffers = [(buffer, copied(buffer)) for buffer in model.buffers()]
         self._scaler = scaler
         self._unscaled = {} if scaler is None else dict(_per_optimizer(scaler))
@@ -70,6 +95,8 @@ class StepState:
         """As at the beginning, but that earlier gradients stay aside: nothing of an attempt is left."""
         for parameter in self._parameters:
             parameter.grad = None
+        for module in self._modules:
+            module.restore()
         with torch.no_grad():
             for buffer, before in self._buffers:
                 buffer.copy_(before)
@@ -101,13 +128,13 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
     """A copy on the tensor's device, or on the host where there is no room.
 
     Raises:
-        RuntimeError, MemoryError: the host has none either.
+        BaseException: the host has none either, or it is no shortage.
     """
     with torch.no_grad():
         try:
             return tensor.detach().clone()
-        except (RuntimeError, MemoryError):
-            if tensor.device.type == "cpu":
+        except BaseException as error:
+            if tensor.device.type == "cpu" or recognised(error) is None:
                 raise
         return tensor.detach().cpu()
 

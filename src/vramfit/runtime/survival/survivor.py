@@ -176,10 +176,16 @@ class Survivor:
 
     def close(self) -> None:
         """Leave the model as it was but for its values, and the optimizer's states where they belong."""
-        with contextlib.suppress(torch.OutOfMemoryError):
-            self._guard.bring_back()
         self._live.undo()
         self._standing = 0
+        if self._guard.hosted:
+            self._recovery.release()
+            self._bring_back()
+            if self._guard.hosted:
+                _log.warning(
+                    "states of %d parameters stay on the host: there is no room on the device; close() tries again",
+                    len(self._guard.hosted),
+                )
 
     def __enter__(self) -> Survivor:
         return self
@@ -362,29 +368,36 @@ class Survivor:
     def _defragmented(self, asked: int, now: MemoryNow | None) -> bool:
         """Whether the optimizer's states went to the host and back: only where as much as was asked for is free.
 
-        Raises:
-            BaseException: the host has no room.
+        States that there is no room for any more stay on the host, where their parameters step then. Tensors are
+        exchanged, so it is done for optimizers that are known only.
         """
-        if now is None or not asked or now.within_reach < asked:
+        if now is None or not asked or now.within_reach < asked or not self._guard.by_parameter:
             return False
         states = [
-            (known, name, value)
-            for known in self.optimizer.state.values()
+            (parameter, name)
+            for parameter, known in self.optimizer.state.items()
             for name, value in known.items()
             if isinstance(value, torch.Tensor) and value.device == self._live.device and value.dim()
         ]
-        if not states:
-            return False
-        kept = []
-        while states:
-            known, name, value = states.pop()
-            known[name] = value.cpu()
-            kept.append((known, name))
-            del value
+        moved: list[tuple[Any, str]] = []
+
+        def leave() -> bool:
+            for parameter, name in states:
+                self.optimizer.state[parameter][name] = self.optimizer.state[parameter][name].cpu()
+                moved.append((parameter, name))
+            return True
+
+        def come_back(parameter: nn.Parameter, name: str) -> bool:
+            known = self.optimizer.state[parameter]
+            known[name] = self._recovery.insist(lambda: known[name].to(self._live.device))
+            return True
+
+        self._tried(leave)  # as far as the host has room
         self._recovery.release()
-        for known, name in kept:
-            known[name] = self._recovery.insist(lambda one=known[name]: one.to(self._live.device))  # type: ignore[misc]
-        return True
+        for parameter, name in moved:
+            if not self._tried(functools.partial(come_back, parameter, name)):
+                self._guard.hosted.add(parameter)
+        return bool(moved)
 
     def _go_down(self, ladder: Ladder) -> None:
         """Leave a rung on trial."""
@@ -428,21 +441,32 @@ class Survivor:
 
     def _scaled_step(self, scaler: torch.amp.GradScaler) -> None:
         """The step as a scaler takes it: not at all where a gradient is no number."""
-        stepped = False
+        begun = False
+        failure: BaseException | None = None
         own = vars(self.optimizer).get("step")  # a scheduler's, which counts
         plain = self.optimizer.step
 
         def once(*_: Any, **__: Any) -> None:
-            nonlocal stepped
-            if not stepped:
-                self.optimizer.step = plain  # type: ignore[method-assign]
+            nonlocal begun, failure
+            if begun:
+                return
+            begun = True
+            self.optimizer.step = plain  # type: ignore[method-assign]
+            try:
                 self._guard.step()
-                stepped = True
-                self.optimizer.step = once  # type: ignore[method-assign,assignment]
+            except BaseException as error:
+                failure = error
+                raise
+            self.optimizer.step = once  # type: ignore[method-assign,assignment]
+
+        def scaled() -> None:
+            if failure is not None:  # some slices may have stepped: not again
+                raise failure
+            scaler.step(self.optimizer)
 
         self.optimizer.step = once  # type: ignore[method-assign,assignment]
         try:
-            self._recovery.insist(lambda: scaler.step(self.optimizer))
+            self._recovery.insist(scaled)
         finally:
             if own is None:
                 del self.optimizer.step

@@ -1,7 +1,8 @@
 """Folders that belong to a process, and are removed by the next one where that was killed.
 
-The name has the process's number, the moment it started and the namespace its number counts in: a number alone is
-given again, and in another container it means another process, whose folders are left alone.
+The name has the process's number, the moment it started, and where its number counts: a number alone is given again,
+and in another container, or on another machine that has the same disk, it means another process, whose folders are
+left alone. So is what a machine left that was started anew since.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import re
 import secrets
 import shutil
+import uuid
 import weakref
 from pathlib import Path
 
@@ -31,10 +33,14 @@ def started_at(process: int) -> int | None:
 
 
 def _namespace() -> int:
-    """Which numbers of processes these are, as /proc/self/ns/pid says."""
+    """Which numbers of processes these are: of which start of which machine, and in which namespace of it.
+
+    The first namespace of every machine has the same number (include/linux/proc_ns.h: PROC_PID_INIT_INO).
+    """
     try:
-        return Path("/proc/self/ns/pid").stat().st_ino
-    except OSError:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
+        return uuid.UUID(boot).int ^ Path("/proc/self/ns/pid").stat().st_ino
+    except (OSError, ValueError):
         return 0
 
 
@@ -71,11 +77,11 @@ def _remove(path: Path, owner: int) -> None:
 
 
 def sweep(root: StrPath) -> list[Path]:
-    """Remove the folders of dead processes; gives their paths. Those of other namespaces and users stay."""
+    """Remove the folders of dead processes; gives their paths. Those of other namespaces, machines and users stay."""
     found: list[Path] = []
-    if not Path("/proc/self/stat").exists():  # nothing says who is alive
-        return found
     here = _namespace()
+    if not here:  # nothing says who is alive
+        return found
     with contextlib.suppress(OSError), os.scandir(root) as entries:
         for entry in entries:
             named = _NAME.match(entry.name)

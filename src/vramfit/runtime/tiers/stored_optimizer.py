@@ -38,6 +38,7 @@ class StoredOptimizer:
 
     Raises:
         UsageError: the optimizer is another.
+        StoreFull: there is no room; the optimizer is as it was.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, store: Store, prefix: str = "optimizer") -> None:
@@ -53,9 +54,13 @@ class StoredOptimizer:
         self._ratio = _USUAL_RATIO
         self._patches = PatchStack()
         self._plain_step = optimizer.step
-        for parameter in self._parameters():
-            self._strip(parameter)
-        self._attach()
+        try:
+            for parameter in self._parameters():
+                self._strip(parameter)
+            self._attach()
+        except BaseException:
+            self.undo()
+            raise
 
     def _attach(self) -> None:
         optimizer, patches = self.optimizer, self._patches
@@ -74,9 +79,10 @@ class StoredOptimizer:
         self._patches.undo()
         for parameter in list(self._names):
             states = self.optimizer.state[parameter]
-            found = {name: self._value(parameter, name, states) for name in self._names.pop(parameter)}
+            found = {name: self._value(parameter, name, states) for name in self._names[parameter]}
             states.clear()
             states.update(found)
+            del self._names[parameter]
             for name in found:
                 key = self._key(parameter, name)
                 if key in self._store:
@@ -108,8 +114,12 @@ class StoredOptimizer:
         self._names[parameter] = [*states]
         for name, value in list(states.items()):
             if isinstance(value, torch.Tensor) and value.dim() and value.device == self._store.device:
-                del states[name]
-                self._store.put(self._key(parameter, name), value)
+                del states[name]  # what somebody holds cannot go down
+                try:
+                    self._store.put(self._key(parameter, name), value)
+                except BaseException:
+                    states[name] = value
+                    raise
 
     def _slices(self) -> list[list[nn.Parameter]]:
         limit = self._store.capacity // _PART

@@ -49,8 +49,8 @@ class StoredWeights:
         """Give the model its parameters back, where they were before."""
         self._patches.undo()
         for parameter, key in list(self._keys.items()):
-            parameter.data = self._store.on_host(key).to(self._homes.pop(parameter))
-            del self._keys[parameter], self._store[key]
+            parameter.data = self._store.on_host(key).to(self._homes[parameter])
+            del self._keys[parameter], self._homes[parameter], self._store[key]
 
     # -- within --------------------------------------------------------------------------------------------------
 
