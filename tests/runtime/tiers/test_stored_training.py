@@ -91,11 +91,10 @@ def test_an_optimizer_that_finds_no_room_keeps_its_states() -> None:
         for name, value in states.items()
     }
     room = PARAMETERS // 4
-    with (
-        Store([PinnedTier(room), PinnedTier(room)], CPU) as store,
-        pytest.raises(StoreFull, match="no room"),
-    ):
-        StoredOptimizer(optimizer, store)
+    with vramfit.TieredStore(room, device="cpu", pinned=room) as store:
+        with pytest.raises(StoreFull, match="no room"):
+            store.hold_optimizer(optimizer)
+        assert len(store) == 0
     after = {
         (parameter, name): value for parameter, s in optimizer.state.items() for name, value in s.items()
     }
