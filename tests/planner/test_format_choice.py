@@ -20,7 +20,8 @@ from vramfit.planner.quantization.format_trial import (
     run_formats,
     try_formats,
 )
-from vramfit.techniques.quantization.byte_program import FormatTable
+from vramfit.techniques.quantization.byte_program import FormatProgram, FormatTable, LayerScores
+from vramfit.techniques.quantization.gradient_scores import gradient_scores
 from vramfit.techniques.quantization.weight_formats import WeightFormat
 from vramfit.units import MIB
 
@@ -126,6 +127,29 @@ def test_more_bytes_never_cost_more_quality(search: FormatSearch) -> None:
     plain, least = search.whole_table.uniform["none"], search._least[1]
     costs = [search.choice(budget).cost for budget in (least, (least + plain) // 2, plain)]
     assert costs[0] >= costs[1] >= costs[2] == 0.0
+
+
+def test_the_choice_by_gradients_is_among_those_that_are_measured(search: FormatSearch) -> None:
+    least, plain = search._least[1], search.whole_table.uniform["none"]
+    choice = search.choice((2 * least + plain) // 3)
+    program = FormatProgram(search.table, gradient_scores_of(search))
+    within = choice.budget
+    while True:
+        graded = program.additive(within)
+        assert graded is not None
+        [reserved] = search._bytes.reserved([graded], choice.budget, 1)
+        if reserved <= choice.budget:
+            break
+        within -= max(512, min(reserved - choice.budget, within // 8))
+    assert search.cost(graded) in choice.finalists
+    assert choice.cost <= search.cost(graded)
+
+
+def gradient_scores_of(search: FormatSearch) -> LayerScores:
+    options = {layer.name: [WeightFormat(one) for one in layer.weight] for layer in search.table.layers}
+    found = gradient_scores(search._model, options, search._question.batches, torch.device("cpu"))
+    assert found is not None
+    return found
 
 
 def test_a_budget_below_the_smallest_choice_is_refused(search: FormatSearch) -> None:

@@ -24,12 +24,14 @@ from vramfit.techniques.quantization.byte_program import (
     LayerCall,
     LayerScores,
 )
+from vramfit.techniques.quantization.gradient_scores import gradient_scores
 from vramfit.techniques.quantization.quality import (
     GivenQuality,
     LogitsDivergence,
     logits_of,
     measured,
     measured_alone,
+    with_formats,
 )
 from vramfit.techniques.quantization.quantised_layers import quantise_layers
 from vramfit.techniques.quantization.weight_formats import (
@@ -182,6 +184,47 @@ def test_products_of_changes_say_what_layers_cost_together() -> None:
     together = measured(model, {"0": INT8, "2": INT8}, measure, CPU)
     assert pairs.sum() == pytest.approx(together, rel=0.001)
     assert sum(scores.alone.values()) != pytest.approx(together, rel=0.001)
+
+
+def test_gradient_scores_are_squared_gradients_times_squared_changes() -> None:
+    """By hand for a model whose second layer's gradient has a formula: softmax less what was right."""
+
+    class Told(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.body = (
+                nn.Embedding(16, 64),
+                nn.Sequential(*made(torch.float32), nn.Linear(32, 16)),
+            )
+
+        def forward(self, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+            return Outputs(logits=self.body(self.table(input_ids)))
+
+    class Outputs(dict[str, torch.Tensor]):
+        @property
+        def logits(self) -> torch.Tensor:
+            return self["logits"]
+
+    model = Told().eval().requires_grad_(False)
+    tokens = torch.randint(16, (2, 9), generator=torch.Generator().manual_seed(2))
+    found = gradient_scores(model, {"body.3": [NONE, INT8], "body.0": [INT8]}, [{"input_ids": tokens}], CPU)
+    assert found is not None and set(found.alone) == {("body.3", INT8), ("body.0", INT8)}
+    inner = model.body[:3](model.table(tokens))
+    plain = model.body[3](inner)
+    gradient = (
+        plain[:, :-1].softmax(-1) - nn.functional.one_hot(tokens[:, 1:], 16)
+    ) / 16  # 2 rows of 8 places
+    with with_formats(model, {"body.3": INT8}, CPU):
+        change = (model.body[3](inner) - plain)[:, :-1]
+    expected = float((gradient.square() * change.square()).sum())
+    assert found.alone["body.3", INT8] == pytest.approx(expected, rel=1e-4)
+    assert all(one.grad is None and not one.requires_grad for one in model.parameters())
+
+
+def test_what_cannot_be_differentiated_has_no_gradient_scores() -> None:
+    model = nn.Sequential(*made(torch.float32))
+    model.register_forward_hook(lambda _module, _args, result: result.detach())
+    assert gradient_scores(model, {"0": [INT8]}, [inputs(torch.float32)], CPU) is None
 
 
 def test_places_of_padding_do_not_count() -> None:

@@ -305,7 +305,8 @@ class BlockCache(Cache):
         """
         from vramfit.inference.kv_cache.finish_at_end import FinishAtEnd
 
-        return FinishAtEnd(frozenset(whole_argument("end", end, least=0) for end in ends), self)
+        asked = frozenset(whole_argument("end", end, least=0) for end in ends)
+        return FinishAtEnd(asked, rows=lambda: len(self.batch.rows), finish=self.finish)
 
     def park(self) -> ParkedSequences:
         """Take the batch out of the cache and its blocks to the host.

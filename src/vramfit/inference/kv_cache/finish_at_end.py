@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from transformers import StoppingCriteria
 
 from vramfit.errors import UsageError
-
-if TYPE_CHECKING:
-    from vramfit.inference.kv_cache.block_cache import BlockCache
 
 
 class FinishAtEnd(StoppingCriteria):
@@ -18,11 +16,14 @@ class FinishAtEnd(StoppingCriteria):
 
     Args:
         ends: tokens after which a sequence gets no more.
-        cache: whose rows are those of ``generate``.
+        rows: says how many sequences the cache holds, which are those of ``generate``.
+        finish: frees one of them.
     """
 
-    def __init__(self, ends: frozenset[int], cache: BlockCache) -> None:
-        self._ends, self._cache = ends, cache
+    def __init__(
+        self, ends: frozenset[int], *, rows: Callable[[], int], finish: Callable[[int], None]
+    ) -> None:
+        self._ends, self._rows, self._finish = ends, rows, finish
         self._done: set[int] = set()
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
@@ -35,7 +36,7 @@ class FinishAtEnd(StoppingCriteria):
             UsageError: the rows are not those of the cache: a search with beams looks at more.
         """
         del scores, kwargs
-        rows = len(self._cache.batch.rows)
+        rows = self._rows()
         if len(input_ids) != rows:
             raise UsageError(
                 f"finish_at is asked about {len(input_ids)} rows, and the cache holds {rows}",
@@ -44,5 +45,5 @@ class FinishAtEnd(StoppingCriteria):
         for row, token in enumerate(input_ids[:, -1].tolist()):
             if token in self._ends and row not in self._done:
                 self._done.add(row)
-                self._cache.finish(row)
+                self._finish(row)
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)

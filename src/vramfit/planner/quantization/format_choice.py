@@ -23,6 +23,7 @@ from vramfit.planner.live_choice import LiveModel, asked_about
 from vramfit.planner.planner_job import FormatTableJob, TryFormatsJob
 from vramfit.planner.quantization.format_trial import FormatQuestion, TriedFormats
 from vramfit.techniques.quantization.byte_program import FormatProgram, FormatTable, LayerScores
+from vramfit.techniques.quantization.gradient_scores import gradient_scores
 from vramfit.techniques.quantization.quality import (
     GivenQuality,
     LogitsDivergence,
@@ -215,6 +216,19 @@ class FormatSearch:
         """The integer program."""
         return FormatProgram(self.table, self.scores)
 
+    @functools.cached_property
+    def _graded(self) -> FormatProgram | None:
+        """The program with scores by gradients; None where a measure of the user's counts, or there are none."""
+        if self._quality is not None:
+            return None
+        options = {layer.name: [WeightFormat(one) for one in layer.weight] for layer in self.table.layers}
+        self._progress("quality by gradients")
+        with in_evaluation(self._model):
+            found = gradient_scores(self._model, options, self._question.batches, self._device)
+        if found is None or not all(map(math.isfinite, found.alone.values())):
+            return None
+        return FormatProgram(self.table, found)
+
     def cost(self, chosen: Formats) -> float:
         """What formats cost in quality together; measured once."""
         key = _key(chosen)
@@ -248,6 +262,7 @@ class FormatSearch:
             )
         fitting, runs = self._fitting(limit)
         fitting = fitting or {_key(least): (least, reserved)}
+        runs += self._by_gradients(limit, fitting)
         self._progress("the best choices, all layers together")
         runs += self._climb(limit, fitting)
         costs = {key: self.cost(chosen) for key, (chosen, _) in fitting.items()}
@@ -310,6 +325,26 @@ class FormatSearch:
             else:
                 break
         return fitting, len(tried)
+
+    def _by_gradients(self, limit: int, fitting: dict[Any, tuple[Formats, int]]) -> int:
+        """Add the choice that gradients prefer to those that fit, so that none is better by them alone.
+
+        Returns:
+            how many were run.
+        """
+        if self._graded is None:
+            return 0
+        within = limit
+        for runs in range(_LIMITS):
+            chosen = self._graded.additive(within)
+            if chosen is None or _key(chosen) in fitting:
+                return runs
+            [reserved] = self._bytes.reserved([chosen], limit, 1)
+            if reserved <= limit:
+                fitting[_key(chosen)] = (chosen, reserved)
+                return runs + 1
+            within -= max(_STEP, min(reserved - limit, within // 8))
+        return _LIMITS
 
     def _climb(self, limit: int, fitting: dict[Any, tuple[Formats, int]]) -> int:
         """Add choices that cost less than the best and reserve no more, one layer's format after another.
