@@ -16,6 +16,7 @@ from vramfit.errors import UsageError
 from vramfit.inference.residency.eviction import CheapestReturn, EvictionPolicy
 from vramfit.inference.residency.hosted_model import HostedModel
 from vramfit.inference.residency.placement import SizedModel, too_large
+from vramfit.workload.given_device import device_argument
 
 _MARGIN = 0.02
 """Part of the card that is left free where no budget is given, as the planner leaves."""
@@ -64,7 +65,7 @@ class ModelPool:
         pinned: bool | None = None,
     ) -> None:
         _check_models(models)
-        self._device = _device(device)
+        self._device = device_argument("device", "cuda" if device is None else device)
         on_card = self._device.type == "cuda"
         self._budget = _budget(budget, self._device)
         requests = {name: _request(request_bytes, name) for name in models}
@@ -298,24 +299,6 @@ def _check_apart(models: Mapping[str, nn.Module]) -> None:
                     f"the models {owner} and {name} share memory: {path}",
                     "Give one model that holds both, or a copy (copy.deepcopy)",
                 )
-
-
-def _device(given: Any) -> torch.device:
-    """The device, a card by its number.
-
-    Raises:
-        UsageError: there is no such device.
-    """
-    try:
-        device = torch.device("cuda" if given is None else given)
-    except (RuntimeError, TypeError):
-        raise UsageError(f"device={shown(given)} is no device", 'Give "cuda", "cuda:1" or "cpu"') from None
-    index: int | None = device.index  # torch's stub says that there is always one
-    if device.type == "cuda" and index is None:
-        if not torch.cuda.is_available():
-            raise UsageError("there is no CUDA device", 'Give device="cpu", or use a VirtualGPU')
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
 
 
 def _budget(given: str | float | None, device: torch.device) -> int:
