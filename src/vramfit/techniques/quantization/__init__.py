@@ -30,8 +30,10 @@ from vramfit.techniques.quantization.quantised_layers import quantise_layers
 from vramfit.techniques.quantization.weight_formats import (
     DEFAULT_FORMATS,
     WeightFormat,
+    group_size,
     has_format,
     quantisable,
+    shared_weights,
     why_not,
 )
 from vramfit.techniques.support.evaluation import in_evaluation
@@ -155,10 +157,10 @@ def _counted(formats: Mapping[str, WeightFormat]) -> str:
 
 def _weights_table(model: nn.Module, formats: Iterable[WeightFormat]) -> FormatTable:
     """Bytes of the weights alone, by the formats' definitions: what a product takes beside is found by running it."""
-    held = Counter(id(one) for _, one in model.named_parameters(remove_duplicate=False))
+    shared = shared_weights(model)
     layers = []
     for name, layer in quantisable(model).items():
-        if held[id(layer.weight)] > 1:
+        if id(layer.weight) in shared:
             continue
         plain = layer.weight.nbytes
         sizes = {WeightFormat.NONE.value: plain}
@@ -172,10 +174,15 @@ def _weights_table(model: nn.Module, formats: Iterable[WeightFormat]) -> FormatT
 
 
 def _bytes_in(layer: nn.Linear, one: WeightFormat) -> int:
+    """What a weight takes with its scales, as torchao's tensors keep them."""
     rows, columns = layer.weight.shape
     if one is WeightFormat.INT4:  # padded to 1,024 columns and 8 rows; two numbers of 16 bits for a group
-        columns, rows = -(-columns // 1024) * 1024, -(-rows // 8) * 8
-        return rows * columns // 2 + rows * columns // 128 * 4
+        wide, high = -(-columns // 1024) * 1024, -(-rows // 8) * 8
+        return high * wide // 2 + high * wide // (group_size(columns) or wide) * 4
+    if one is WeightFormat.FP8 and layer.weight.dtype is not torch.bfloat16:
+        return rows * columns + 4  # one scale for all
+    if one in (WeightFormat.INT8, WeightFormat.INT8_DYNAMIC):
+        return rows * columns + 5 * rows  # a float32 and a zero point of eight bits for each row
     return rows * columns + 4 * rows
 
 
