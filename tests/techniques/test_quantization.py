@@ -381,6 +381,14 @@ def test_the_smallest_choice_has_the_lowest_peak() -> None:
         assert table.peak(FormatProgram(table, scores).smallest()) <= least + 512
 
 
+def test_a_format_without_a_score_has_no_neighbours() -> None:
+    """One with which outputs are not finite: nothing says what costs less."""
+    layers = (LayerBytes(name="a", weight={"none": 2048, "int8": 1024, "int4": 512}, calls=()),)
+    program = FormatProgram(FormatTable(layers=layers, outside=0), LayerScores(alone={("a", INT8): 1.0}))
+    assert program.neighbours({"a": INT8}, 4) == [{}]
+    assert program.neighbours({"a": INT4}, 4) == []
+
+
 def test_exchanges_find_what_costs_less_together() -> None:
     """Two layers whose changes cancel are better together than one that is cheaper by itself."""
     layers = tuple(
