@@ -16,10 +16,13 @@ from torch import nn
 import vramfit
 from vramfit.errors import UsageError
 from vramfit.techniques import AttachedProgram, Choice, Numerics, with_choices
+from vramfit.techniques.core.samples import SmallSample
 from vramfit.techniques.quantization import (
     WeightQuantization,
     WeightQuantizationSetting,
     _bytes_in,
+    _searched,
+    _weights_table,
     quantised_layers,
 )
 from vramfit.techniques.quantization.byte_program import (
@@ -425,6 +428,31 @@ def test_promises_say_what_was_measured() -> None:
         "weights have fewer bits (1 in int8, 1 in int8-dynamic); logits of a sample diverged by 0.001 nats",
     )
     assert technique.promise(WeightQuantizationSetting(formats={"a": INT4})).numerics is Numerics.APPROXIMATE
+
+
+class OneSample:
+    """Samples of one small model."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def small(self) -> SmallSample:
+        return SmallSample(model=made(), batch=inputs(), words="batch_size 20", seconds=self.seconds)
+
+    def once(self, _key: str, find: Callable[[], object]) -> object:
+        return find()
+
+
+@pytest.mark.parametrize("seconds", [-1.0, 60.0])
+def test_no_more_time_is_spent_on_a_sample_than_there_is(seconds: float) -> None:
+    table = _weights_table(made(), [INT8])
+    found = _searched(OneSample(seconds), table)  # type: ignore[arg-type]
+    if seconds < 0:
+        assert found is None
+        return
+    assert found is not None
+    assert found[-1].formats == {"0": INT8, "2": INT8}
+    assert all(one.divergence is not None and one.divergence > 0 for one in found if one.formats)
 
 
 def test_a_program_that_trains_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -73,9 +74,9 @@ class WeightQuantization(Technique[WeightQuantizationSetting]):
     peak of a layer that it makes smaller, and the planner runs what it chooses.
 
     Which layers have which is found on a sample, on the CPU: each layer in each format by itself, by the divergence of
-    the logits, then an integer program for several sizes of the weights. A model that is too large for that here gets
-    one format for all layers, and the promise says that nothing was measured. `vramfit.quantized` does more: its
-    program knows the peak of each call, and its best choices are measured together.
+    the logits, then an integer program for several sizes of the weights. A model that is too large or too slow for that
+    here gets one format for all layers, and the promise says that nothing was measured. `vramfit.quantized` does more:
+    its program knows the peak of each call, and its best choices are measured together.
 
     Weights are packed one by one: the card never holds the model in floating point. Those of before wait on the host
     for the undo.
@@ -195,6 +196,10 @@ def _alike(table: FormatTable, formats: Iterable[WeightFormat]) -> list[WeightQu
     return sorted(found, key=lambda setting: -table.weight_bytes(setting.formats))
 
 
+class _OutOfTime(Exception):
+    """Measuring takes longer than may be spent on it."""
+
+
 def _searched(samples: Samples, table: FormatTable) -> list[WeightQuantizationSetting] | None:
     """Settings for several sizes of the weights, by what layers cost on a sample; None where nothing was measured."""
 
@@ -206,13 +211,21 @@ def _searched(samples: Samples, table: FormatTable) -> list[WeightQuantizationSe
         sample = samples.small() if sum(map(len, options.values())) <= _MOST_RUNS else None
         if sample is None:
             return None
-        host = torch.device("cpu")
+        host, end = torch.device("cpu"), time.monotonic() + sample.seconds
+
+        def check_time(_text: str) -> None:
+            if time.monotonic() > end:
+                raise _OutOfTime
+
         with in_evaluation(sample.model):
             try:
                 measure = LogitsDivergence(sample.model, [sample.batch])
             except UsageError:  # no logits: nothing that could be compared without a word of the user's
                 return None
-            scores = measured_alone(sample.model, options, measure, host)
+            try:
+                scores = measured_alone(sample.model, options, measure, host, check_time)
+            except _OutOfTime:
+                return None
             return [
                 replace(one, divergence=float(f"{measured(sample.model, one.formats, measure, host):.3g}"))
                 for one in _by_sizes(table, scores)
