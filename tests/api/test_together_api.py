@@ -90,6 +90,7 @@ def test_a_program_that_fails_is_told(script: Path, trace: Path, runs: list[Run]
         ([], {}, "from two on"),
         (["TRACE"], {}, "from two on"),
         (["TRACE", "missing.py"], {}, "there is no script missing.py"),
+        (["TRACE", "TRACE"], {"progress": 5}, "progress=5 cannot be called"),
         (["TRACE", []], {}, "programs[1]=[] names no program"),
         (["TRACE", 7], {}, "programs[1]=7 is no path"),
         (["TRACE", ["TRACE", "--epochs"]], {}, "is a recording, and takes no arguments"),

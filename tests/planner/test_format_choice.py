@@ -222,6 +222,7 @@ def test_quantized_says_what_is_missing() -> None:
         ({"batches": rows(), "budget": "1GiB"}, "nothing says for which card formats are chosen"),
         ({"batches": rows(), "gpu": "RTX 3090", "formats": ["fp8"]}, "has no fp8"),
         ({"batches": [], "gpu": "RTX 4090"}, "holds no batch"),
+        ({"batches": rows(), "gpu": "RTX 4090", "progress": 5}, "progress=5 cannot be called"),
         ({"batches": rows(), "gpu": "RTX 4090", "formats": 8}, "formats=8 is neither a list of formats nor"),
         ({"batches": rows(), "gpu": "RTX 4090", "formats": "int8"}, "formats='int8' is neither"),
         ({"formats": {"head": "int8"}, "device": "gpu"}, "device='gpu' is no device"),

@@ -114,6 +114,22 @@ def test_the_undo_leaves_the_same_parameters_and_bits(one: WeightFormat) -> None
     assert "extra_repr" not in vars(model[0])
 
 
+@pytest.mark.parametrize("one", [INT8, INT4, FP8])
+def test_what_is_quantised_already_is_no_plain_layer(one: WeightFormat) -> None:
+    """Two undos in the wrong order would leave the rounded weight."""
+    model = made()
+    live = vramfit.quantized(model, formats={"0": one})
+    assert set(quantisable(model)) == {"2"}
+    with pytest.raises(UsageError, match="0 is no plain linear layer"):
+        vramfit.quantized(model, formats={"0": "int8"})
+    live.undo()
+    live.undo()
+    assert set(quantisable(model)) == {"0", "2"}
+    assert all(
+        torch.equal(one, other) for one, other in zip(model.parameters(), made().parameters(), strict=True)
+    )
+
+
 def test_the_cpus_int4_has_the_kernels_values() -> None:
     """Each value is ``(q - 8) * scale + zero`` for q from 0 to 15, at most half a step away from the weight."""
     weight = torch.randn(16, 256, generator=torch.Generator().manual_seed(0)).bfloat16()

@@ -116,7 +116,7 @@ def quantized(
         raise UsageError(f"model={shown(model)} is no module", "Give a torch.nn.Module")
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise UsageError("the model is on the device meta, and has no values", "Give it its values first")
-    told = progress or _silent
+    told = _silent if progress is None else call_argument("progress", progress)
     where = _device_of(model) if device is None else device_argument("device", device)
     if isinstance(formats, Mapping):
         chosen = {name: parse_format(one) for name, one in formats.items()}

@@ -10,7 +10,7 @@ from typing import Any
 
 from vramfit.analysis import CardSharing, check_count, run_from_trace, share_card, used_device
 from vramfit.api.programs import Report, run
-from vramfit.arguments import path_argument, shown
+from vramfit.arguments import call_argument, path_argument, shown
 from vramfit.errors import UsageError, VramfitError
 from vramfit.gpus import GpuSpec, find_gpu
 from vramfit.launch.limits import limits_from
@@ -105,6 +105,7 @@ def together(
         VramfitError: a program failed for another reason than memory.
     """
     spec = find_gpu(gpu)
+    told = None if progress is None else call_argument("progress", progress)
     limits_from(options.get("steps"), options.get("time"))
     given = [_checked(one, at) for at, one in enumerate(programs)]
     if len(given) < 2:
@@ -119,8 +120,8 @@ def together(
         if isinstance(one.source, Run):
             runs.append(one.source)
             continue
-        if progress is not None:
-            progress(f"program {number + 1} of {len(given)}: {one.name}")
+        if told is not None:
+            told(f"program {number + 1} of {len(given)}: {one.name}")
         runs.append(_run_of(one.name, one.source, spec, options))
         used_device(runs[-1], name, spec)
     return Together(sharing=share_card(runs, names, spec), runs=tuple(runs))

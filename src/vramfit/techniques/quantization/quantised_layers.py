@@ -15,6 +15,7 @@ from torch import nn
 from vramfit.errors import UsageError
 from vramfit.techniques.core.attached_program import AttachedProgram
 from vramfit.techniques.quantization.weight_formats import (
+    ROUNDED,
     Float8Inputs,
     WeightFormat,
     check_card,
@@ -102,6 +103,7 @@ def _quantise(
     own = layer.weight
     if device.type == "cpu" and has_equivalent(one):
         packed = nn.Parameter(rounded_weight(own.detach(), one), requires_grad=False)
+        setattr(packed, ROUNDED, True)
         if one is WeightFormat.FP8:
             live.surround(layer, Float8Inputs())
     else:

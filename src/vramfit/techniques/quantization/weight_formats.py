@@ -54,6 +54,9 @@ _FROM: Mapping[WeightFormat, Capability] = {
 _GROUPS = (128, 64, 32)
 """Sizes of int4's groups, the largest that divides a row is taken (torchao, ``Int4WeightOnlyConfig``)."""
 
+ROUNDED = "vramfit_rounded"
+"""Attribute of a parameter that stands for a packed one on the CPU; see NOTE [Equivalents]."""
+
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -125,6 +128,7 @@ def quantisable(model: nn.Module) -> dict[str, nn.Linear]:
         and type(module.weight.data).__name__ in ("Tensor", "FakeTensor", "Parameter")
         and module.weight.dtype in _FLOATS
         and module.weight.numel() > 0
+        and not hasattr(module.weight, ROUNDED)
     }
 
 
