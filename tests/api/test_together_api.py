@@ -90,6 +90,7 @@ def test_a_program_that_fails_is_told(script: Path, trace: Path, runs: list[Run]
         ([], {}, "from two on"),
         (["TRACE"], {}, "from two on"),
         (["TRACE", "missing.py"], {}, "there is no script missing.py"),
+        (["TRACE", "TRACE"], {"progress": 5}, "progress=5 cannot be called"),
         (["TRACE", []], {}, "programs[1]=[] names no program"),
         (["TRACE", 7], {}, "programs[1]=7 is no path"),
         (["TRACE", ["TRACE", "--epochs"]], {}, "is a recording, and takes no arguments"),
@@ -114,3 +115,21 @@ def test_a_file_that_is_no_trace_is_refused(trace: Path, tmp_path: Path) -> None
     broken.write_bytes(b"no trace")
     with pytest.raises(TraceFormatError):
         vramfit.together(trace, broken, gpu="RTX 4090")
+
+
+def test_nothing_runs_after_what_cannot_be_told(
+    script: Path, trace: Path, runs: list[Run], tmp_path: Path
+) -> None:
+    """A run may take long: what is wrong with another program is said before it, or right after its own."""
+    broken = tmp_path / "broken.vft"
+    broken.write_bytes(b"no trace")
+    with pytest.raises(TraceFormatError):
+        vramfit.together(script, broken, gpu="RTX 4090")
+    with pytest.raises(UsageError, match=r"gpt\.vft is of another card"):
+        vramfit.together(script, trace, gpu="RTX 3090")
+    with pytest.raises(UsageError, match="14 programs cannot be looked at together"):
+        vramfit.together(*[script] * 14, gpu="RTX 4090")
+    runs += [replace(quick_run(), devices=()), quick_run()]
+    with pytest.raises(UsageError, match=r"take\.py \(1\) never used a card"):
+        vramfit.together(script, script, gpu="RTX 4090")
+    assert len(runs) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import vramfit
 from vramfit.errors import UsageError
 from vramfit.gpus import find_gpu
 from vramfit.planner.devices.virtual_backend import VirtualBackend
+from vramfit.planner.live_choice import LiveModel
 from vramfit.planner.quantization.format_choice import FormatSearch, without_raising
 from vramfit.planner.quantization.format_trial import (
     FormatQuestion,
@@ -219,6 +221,55 @@ def test_quantized_says_what_is_missing() -> None:
         ({"batches": rows(), "formats": ["int3"], "gpu": "RTX 4090"}, "'int3' is no format of weights"),
         ({"batches": rows(), "budget": "1GiB"}, "nothing says for which card formats are chosen"),
         ({"batches": rows(), "gpu": "RTX 3090", "formats": ["fp8"]}, "has no fp8"),
+        ({"batches": [], "gpu": "RTX 4090"}, "holds no batch"),
+        ({"batches": rows(), "gpu": "RTX 4090", "progress": 5}, "progress=5 cannot be called"),
+        ({"batches": rows(), "gpu": "RTX 4090", "formats": 8}, "formats=8 is neither a list of formats nor"),
+        ({"batches": rows(), "gpu": "RTX 4090", "formats": "int8"}, "formats='int8' is neither"),
+        ({"formats": {"head": "int8"}, "device": "gpu"}, "device='gpu' is no device"),
+        ({"formats": {"head": "int8"}, "device": 1.5}, "device=1.5 is no device"),
+        ({"formats": {"head": "int8"}, "device": "meta"}, "is neither a CUDA device nor the CPU"),
+        ({"formats": {"head": "int8"}, "device": "cuda"}, "there is no CUDA device"),
     ):
         with pytest.raises(UsageError, match=line):
             vramfit.quantized(Deep().eval(), **arguments)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="the model is on the device meta, and has no values"):
+        vramfit.quantized(nn.Linear(64, 64, device="meta"), formats={"": "int8"})
+    with (
+        vramfit.VirtualGPU("RTX 4090"),
+        pytest.raises(UsageError, match=r"there is no device cuda:1\. There are 1"),
+    ):
+        vramfit.quantized(nn.Linear(64, 64), formats={"": "int8"}, device="cuda:1")
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[LiveModel]:
+    """The model that another process would be asked about; nothing is asked."""
+    found: list[LiveModel] = []
+
+    def note(live: LiveModel, *_rest: object) -> None:
+        assert not any(module.training for module in live.model.modules())
+        found.append(live)
+        raise UsageError("nobody is asked here")
+
+    monkeypatch.setattr("vramfit.planner.quantization.format_choice.asked_about", note)
+    return found
+
+
+def test_a_budget_that_is_what_is_free_counts_the_model_there(asked: list[LiveModel]) -> None:
+    """The card by its number or without one: what the model takes may be taken again."""
+    for where in ("cuda", "cuda:0", None):
+        with vramfit.VirtualGPU("RTX 4090"), pytest.raises(UsageError, match="nobody is asked"):
+            vramfit.quantized(Deep().cuda(), rows(), device=where, formats=["int8"])
+    with vramfit.VirtualGPU("RTX 4090"):
+        one, *others = (replace(live, model=Deep().cuda()).memory().budget for live in asked)
+    assert others == [one, one]
+
+
+def test_memory_is_measured_in_evaluation_mode(asked: list[LiveModel]) -> None:
+    """As quality is: dropout keeps what it draws."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5)).train()
+    model[1].eval()
+    with pytest.raises(UsageError, match="nobody is asked"):
+        vramfit.quantized(model, torch.randn(2, 64), gpu="RTX 4090")
+    assert len(asked) == 1
+    assert (model.training, model[0].training, model[1].training) == (True, True, False)

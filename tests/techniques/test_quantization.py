@@ -16,7 +16,15 @@ from torch import nn
 import vramfit
 from vramfit.errors import UsageError
 from vramfit.techniques import AttachedProgram, Choice, Numerics, with_choices
-from vramfit.techniques.quantization import WeightQuantization, WeightQuantizationSetting
+from vramfit.techniques.core.samples import SmallSample
+from vramfit.techniques.quantization import (
+    WeightQuantization,
+    WeightQuantizationSetting,
+    _bytes_in,
+    _searched,
+    _weights_table,
+    quantised_layers,
+)
 from vramfit.techniques.quantization.byte_program import (
     FormatProgram,
     FormatTable,
@@ -41,6 +49,7 @@ from vramfit.techniques.quantization.weight_formats import (
     packed_weight,
     quantisable,
     rounded_weight,
+    shared_weights,
     why_not,
 )
 from vramfit.workload import Workload
@@ -105,6 +114,22 @@ def test_the_undo_leaves_the_same_parameters_and_bits(one: WeightFormat) -> None
     assert "extra_repr" not in vars(model[0])
 
 
+@pytest.mark.parametrize("one", [INT8, INT4, FP8])
+def test_what_is_quantised_already_is_no_plain_layer(one: WeightFormat) -> None:
+    """Two undos in the wrong order would leave the rounded weight."""
+    model = made()
+    live = vramfit.quantized(model, formats={"0": one})
+    assert set(quantisable(model)) == {"2"}
+    with pytest.raises(UsageError, match="0 is no plain linear layer"):
+        vramfit.quantized(model, formats={"0": "int8"})
+    live.undo()
+    live.undo()
+    assert set(quantisable(model)) == {"0", "2"}
+    assert all(
+        torch.equal(one, other) for one, other in zip(model.parameters(), made().parameters(), strict=True)
+    )
+
+
 def test_the_cpus_int4_has_the_kernels_values() -> None:
     """Each value is ``(q - 8) * scale + zero`` for q from 0 to 15, at most half a step away from the weight."""
     weight = torch.randn(16, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -137,6 +162,73 @@ def test_tied_weights_stay_where_the_others_use_them() -> None:
     assert type(model[1].weight.data) is not torch.Tensor
     live.undo()
     assert model[1].weight is model[0].weight
+
+
+def test_a_layer_that_is_called_twice_is_no_tied_weight() -> None:
+    layer = nn.Linear(64, 64, bias=False)
+    twice, head = nn.Sequential(layer, nn.ReLU(), layer), nn.Linear(64, 64, bias=False)
+    assert shared_weights(twice) == set()
+    head.weight = layer.weight
+    assert shared_weights(nn.Sequential(twice, head)) == {id(layer.weight)}
+    live = AttachedProgram(twice, None)
+    with vramfit.VirtualGPU("RTX 4090"):
+        twice.cuda()
+        quantise_layers(live, {"0": INT8}, torch.device("cuda:0"))
+        assert torch.cuda.memory_allocated() == 64 * 64 + 512 + 512  # the weight of before is on the host
+
+
+@pytest.mark.parametrize("where", ["cuda", "cpu"])
+@pytest.mark.parametrize("failing", ["packed_through", "_moved"])
+def test_an_error_on_the_way_leaves_the_model_where_it_was(
+    failing: str, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = iter((False, True))
+    own = getattr(quantised_layers, failing)
+
+    def fails_the_second_time(*args: object) -> object:
+        if next(calls):
+            raise torch.OutOfMemoryError("no room")
+        return own(*args)
+
+    with vramfit.VirtualGPU("RTX 4090"):
+        model = made().to(where)
+        parameters = dict(model.named_parameters())
+        monkeypatch.setattr(quantised_layers, failing, fails_the_second_time)
+        with pytest.raises(torch.OutOfMemoryError):
+            vramfit.quantized(model, formats={"0": "int8", "2": "int8"}, device="cuda")
+        assert {one.device.type for one in model.parameters()} == {where}
+        assert all(parameters[name] is one for name, one in model.named_parameters())
+
+
+def test_an_error_while_the_rest_moves_leaves_the_model_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    with vramfit.VirtualGPU("RTX 4090"):
+        model = made()
+        own = nn.Module.to
+
+        def fails(self: nn.Module, where: torch.device) -> nn.Module:
+            own(self, where)
+            if where.type == "cuda":
+                raise torch.OutOfMemoryError("no room")
+            return self
+
+        monkeypatch.setattr(nn.Module, "to", fails)
+        with pytest.raises(torch.OutOfMemoryError):
+            vramfit.quantized(model, formats={"0": "int4"}, device="cuda")
+        assert {one.device.type for one in model.parameters()} == {"cpu"}
+        assert quantisable(model).keys() == {"0", "2"}
+
+
+def test_bytes_by_definition_are_those_that_are_stored() -> None:
+    with vramfit.VirtualGPU("RTX 4090"):
+        for dtype, rows, columns in itertools.product(
+            (torch.bfloat16, torch.float32), (8, 100, 128), (96, 192, 1024)
+        ):
+            layer = nn.Linear(columns, rows, bias=False, dtype=dtype)
+            for one in set(WeightFormat) - {NONE}:
+                if not why_not(layer, one):
+                    packed = packed_through(layer.weight, one, torch.device("cuda"))
+                    names, _ = packed.__tensor_flatten__()  # type: ignore[attr-defined]
+                    assert _bytes_in(layer, one) == sum(getattr(packed, name).nbytes for name in names)
 
 
 def test_what_cannot_be_quantised_is_said_in_a_line() -> None:
@@ -240,6 +332,8 @@ def test_a_measure_of_ones_own_has_to_be_a_number() -> None:
         GivenQuality(model, lambda _model: "good")
     with pytest.raises(UsageError, match="quality gives nan for the plain model"):
         GivenQuality(model, lambda _model: float("nan"))
+    with pytest.raises(UsageError, match="the batches have no places"):
+        LogitsDivergence(model, [inputs()[:0]])
     with pytest.raises(UsageError, match="without logits"):
         LogitsDivergence(nn.Flatten(0), [torch.rand(3)])
 
@@ -306,6 +400,14 @@ def test_the_smallest_choice_has_the_lowest_peak() -> None:
         assert table.peak(FormatProgram(table, scores).smallest()) <= least + 512
 
 
+def test_a_format_without_a_score_has_no_neighbours() -> None:
+    """One with which outputs are not finite: nothing says what costs less."""
+    layers = (LayerBytes(name="a", weight={"none": 2048, "int8": 1024, "int4": 512}, calls=()),)
+    program = FormatProgram(FormatTable(layers=layers, outside=0), LayerScores(alone={("a", INT8): 1.0}))
+    assert program.neighbours({"a": INT8}, 4) == [{}]
+    assert program.neighbours({"a": INT4}, 4) == []
+
+
 def test_exchanges_find_what_costs_less_together() -> None:
     """Two layers whose changes cancel are better together than one that is cheaper by itself."""
     layers = tuple(
@@ -342,6 +444,31 @@ def test_promises_say_what_was_measured() -> None:
         "weights have fewer bits (1 in int8, 1 in int8-dynamic); logits of a sample diverged by 0.001 nats",
     )
     assert technique.promise(WeightQuantizationSetting(formats={"a": INT4})).numerics is Numerics.APPROXIMATE
+
+
+class OneSample:
+    """Samples of one small model."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def small(self) -> SmallSample:
+        return SmallSample(model=made(), batch=inputs(), words="batch_size 20", seconds=self.seconds)
+
+    def once(self, _key: str, find: Callable[[], object]) -> object:
+        return find()
+
+
+@pytest.mark.parametrize("seconds", [-1.0, 60.0])
+def test_no_more_time_is_spent_on_a_sample_than_there_is(seconds: float) -> None:
+    table = _weights_table(made(), [INT8])
+    found = _searched(OneSample(seconds), table)  # type: ignore[arg-type]
+    if seconds < 0:
+        assert found is None
+        return
+    assert found is not None
+    assert found[-1].formats == {"0": INT8, "2": INT8}
+    assert all(one.divergence is not None and one.divergence > 0 for one in found if one.formats)
 
 
 def test_a_program_that_trains_is_refused() -> None:

@@ -77,7 +77,9 @@ from vramfit.analysis.card_sharing import JointMoment as JointMoment
 from vramfit.analysis.card_sharing import SharedProcess as SharedProcess
 from vramfit.analysis.card_sharing import SharingOutcome as SharingOutcome
 from vramfit.analysis.card_sharing import StepMeeting as StepMeeting
+from vramfit.analysis.card_sharing import check_count as check_count
 from vramfit.analysis.card_sharing import share_card as share_card
+from vramfit.analysis.card_sharing import used_device as used_device
 from vramfit.analysis.device_timeline import DeviceTimeline as DeviceTimeline
 from vramfit.analysis.device_timeline import SegmentSpans as SegmentSpans
 from vramfit.analysis.device_timeline import Timeline as Timeline

@@ -226,11 +226,8 @@ def share_card(runs: Sequence[Run], names: Sequence[str], card: GpuSpec) -> Card
         UsageError: there are fewer than two or too many, or one is of another card or of several.
         TraceFormatError: a trace contradicts itself.
     """
-    if not 2 <= len(runs) <= MOST_PROGRAMS:
-        raise UsageError(
-            f"{len(runs)} programs cannot be looked at together", f"Give from 2 to {MOST_PROGRAMS}"
-        )
-    devices = [_device_of(run, name, card) for run, name in zip(runs, names, strict=True)]
+    check_count(len(runs))
+    devices = [used_device(run, name, card) for run, name in zip(runs, names, strict=True)]
     pairs = list(zip(runs, devices, strict=True))
     known = {id(run): _process(run, at, card) for run, at in pairs}  # one run may stand for several processes
     found = [replace(known[id(run)], name=name) for run, name in zip(runs, names, strict=True)]
@@ -266,8 +263,20 @@ def share_card(runs: Sequence[Run], names: Sequence[str], card: GpuSpec) -> Card
     )
 
 
-def _device_of(run: Run, name: str, card: GpuSpec) -> int:
-    """The one device that a run used.
+def check_count(programs: int) -> None:
+    """Make sure that so many programs can be looked at together.
+
+    Raises:
+        UsageError: there are fewer than two, or too many.
+    """
+    if not 2 <= programs <= MOST_PROGRAMS:
+        raise UsageError(
+            f"{programs} programs cannot be looked at together", f"Give from 2 to {MOST_PROGRAMS}"
+        )
+
+
+def used_device(run: Run, name: str, card: GpuSpec) -> int:
+    """The one device that a run used, by its number.
 
     Raises:
         UsageError: it used none or several, or one of another card.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vramfit.arguments import call_argument, names_argument, shown
+from vramfit.arguments import call_argument, shown
 from vramfit.errors import UsageError
 from vramfit.gpus import GpuSpec
 from vramfit.planner.live_choice import LiveModel
@@ -20,6 +20,7 @@ from vramfit.planner.quantization.format_trial import FormatQuestion
 from vramfit.techniques.core.attached_program import AttachedProgram
 from vramfit.techniques.quantization.quantised_layers import quantise_layers
 from vramfit.techniques.quantization.weight_formats import WeightFormat, parse_format, quantisable
+from vramfit.workload.given_device import device_argument
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,26 +108,42 @@ def quantized(
         the changed model, the choice with its figures, and the undo.
 
     Raises:
-        UsageError: the card has a format not, there is nothing to quantise, or the smallest choice does not fit.
+        UsageError: an argument is none, the model has no values, the card has a format not, there is nothing to
+            quantise, or the smallest choice does not fit. The model is as it was then, and after any other error.
+        VramfitError: the model fails on the virtual card.
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"model={shown(model)} is no module", "Give a torch.nn.Module")
-    told = progress or _silent
-    where = _device(model, device)
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        raise UsageError("the model is on the device meta, and has no values", "Give it its values first")
+    told = _silent if progress is None else call_argument("progress", progress)
+    where = _device_of(model) if device is None else device_argument("device", device)
     if isinstance(formats, Mapping):
         chosen = {name: parse_format(one) for name, one in formats.items()}
         return _changed(model, chosen, where, None)
-    named = None if formats is None else [parse_format(one) for one in _names(formats)]
+    named = None if formats is None else _parsed(formats)
     live = LiveModel(model=model, device=where, budget=budget, gpu=gpu)
     choice = _chosen(live, _question(batches, use), named, quality, told)
     return _changed(model, choice.formats, where, choice)
 
 
+def _parsed(formats: Any) -> list[WeightFormat]:
+    if isinstance(formats, str) or not isinstance(formats, Collection):
+        raise UsageError(
+            f"formats={shown(formats)} is neither a list of formats nor formats of layers by name",
+            'Give such as formats=["int8", "int4"]',
+        )
+    return [parse_format(one) for one in formats]
+
+
 def _question(batches: Any, use: Any) -> FormatQuestion:
     if batches is None:
         raise UsageError("nothing says what the model is called with", "Give a batch, or a list of them")
+    given = tuple(batches) if isinstance(batches, list) else (batches,)
+    if not given:
+        raise UsageError("batches=[] holds no batch", "Give a batch, or a list of them")
     return FormatQuestion(
-        batches=tuple(batches) if isinstance(batches, list) else (batches,),
+        batches=given,
         use=None if use is None else call_argument("use", use),
     )
 
@@ -158,24 +175,18 @@ def _chosen(
     return search.choice(memory.budget)
 
 
-def _names(formats: Any) -> Sequence[Any]:
-    if isinstance(formats, str):
-        return names_argument("formats", formats)
-    return list(formats)
-
-
 def _changed(
     model: nn.Module,
     formats: Mapping[str, WeightFormat],
     where: torch.device,
     choice: FormatChoice | None,
 ) -> QuantizedModel:
-    home = _device(model, None)
+    home = _device_of(model)
     live = AttachedProgram(model, None)
     try:
         quantise_layers(live, formats, where)
         if where != home:
-            model.to(where)
+            _move(model, where, home)
     except BaseException:
         live.undo()
         raise
@@ -187,9 +198,16 @@ def _changed(
     )
 
 
-def _device(model: nn.Module, device: torch.device | str | None) -> torch.device:
-    if device is not None:
-        return torch.device(device)
+def _move(model: nn.Module, where: torch.device, home: torch.device) -> None:
+    """Bring a model to a device; if that fails, back to where it was."""
+    try:
+        model.to(where)
+    except BaseException:
+        model.to(home)
+        raise
+
+
+def _device_of(model: nn.Module) -> torch.device:
     for tensor in (*model.parameters(), *model.buffers()):
         return tensor.device
     return torch.device("cpu")

@@ -10,7 +10,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
 from torch import nn
 
 from vramfit.arguments import path_argument, shown, text_argument, whole_argument
@@ -33,6 +32,7 @@ from vramfit.planner.placement_choice import place_weights
 from vramfit.planner.placement_trial import PlacementQuestion
 from vramfit.techniques import AttachedProgram
 from vramfit.techniques.weight_streaming import MOST_SLOTS, attach_stream, place_around, streamed_layers
+from vramfit.workload.given_device import device_or_default
 
 
 class Offload(Enum):
@@ -140,7 +140,7 @@ def streamed(
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"model={shown(model)} is not a module", "Give an nn.Module")
-    where = _device(device)
+    where = device_or_default("device", device)
     files = _files(model, weights, folder)
     if placement is None:
         if example is None:
@@ -227,15 +227,6 @@ def _attached(live: AttachedProgram, placement: WeightPlacement, files: _Files |
     stream = WeightStream(live.device, len(layers), placement.slots, source=source)
     attach_stream(live, stream, layers, home)
     return stream
-
-
-def _device(given: Any) -> torch.device:
-    if given is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        return torch.device(given)
-    except (RuntimeError, TypeError) as error:
-        raise UsageError(f"device={shown(given)} is none: {error}", "Give cuda or cpu") from error
 
 
 def _offload(given: Any) -> Offload:

@@ -25,6 +25,7 @@ from vramfit.runtime.tiers.stored_optimizer import StoredOptimizer
 from vramfit.runtime.tiers.stored_weights import StoredWeights
 from vramfit.runtime.tiers.tier import Tier
 from vramfit.runtime.tiers.unified_memory import Unified
+from vramfit.workload.given_device import device_or_default
 
 E = TypeVar("E", Allocation, Unified)
 
@@ -86,7 +87,7 @@ class TieredStore(Store):
         ahead: int = 1,
         patience: float = 30.0,
     ) -> None:
-        place = _device(device)
+        place = device_or_default("device", device)
         given: Sequence[Any] = more
         for tier in given:
             if not isinstance(tier, Tier):
@@ -138,24 +139,6 @@ class TieredStore(Store):
         if not isinstance(module, nn.Module):
             raise UsageError(f"module={shown(module)} is no module", "Give the model that is called")
         return StoredWeights(module, self, text_argument("prefix", prefix))
-
-
-def _device(given: Any) -> torch.device:
-    if given is None:
-        return (
-            torch.device("cuda", torch.cuda.current_device())
-            if torch.cuda.is_available()
-            else torch.device("cpu")
-        )
-    try:
-        found = torch.device(given)
-    except (RuntimeError, TypeError):  # torch has no other word for it
-        raise UsageError(f"device={shown(given)} is no device", 'Give "cuda:0" or "cpu"') from None
-    if found == torch.device("cuda"):
-        return torch.device("cuda", torch.cuda.current_device())
-    if found.type not in ("cuda", "cpu"):
-        raise UsageError(f"device={shown(given)} has no tiers here", 'Give "cuda:0" or "cpu"')
-    return found
 
 
 def _choice(name: str, given: Any, kind: type[E]) -> E:

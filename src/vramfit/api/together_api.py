@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vramfit.analysis import CardSharing, run_from_trace, share_card
+from vramfit.analysis import CardSharing, check_count, run_from_trace, share_card, used_device
 from vramfit.api.programs import Report, run
-from vramfit.arguments import path_argument, shown
+from vramfit.arguments import call_argument, path_argument, shown
 from vramfit.errors import UsageError, VramfitError
 from vramfit.gpus import GpuSpec, find_gpu
 from vramfit.launch.limits import limits_from
@@ -100,34 +100,43 @@ def together(
 
     Raises:
         UnknownGpuError: no such card.
-        UsageError: there is no such script, there are fewer than two, or one is of another card or of several.
+        UsageError: there is no such script, there are fewer than two, or one is of another card, of several or none.
         TraceFormatError: a file cannot be read.
         VramfitError: a program failed for another reason than memory.
     """
     spec = find_gpu(gpu)
+    told = None if progress is None else call_argument("progress", progress)
     limits_from(options.get("steps"), options.get("time"))
     given = [_checked(one, at) for at, one in enumerate(programs)]
     if len(given) < 2:
         raise UsageError("programs are told side by side from two on", "Give another, or use vramfit.run")
+    check_count(len(given))
+    names = _distinct([one.name for one in given])
+    for one, name in zip(given, names, strict=True):  # nothing runs where one is wrong already
+        if isinstance(one.source, Run):
+            used_device(one.source, name, spec)
     runs = []
-    for number, one in enumerate(given):
-        if progress is not None and isinstance(one.source, list):
-            progress(f"program {number + 1} of {len(given)}: {one.name}")
-        runs.append(_run_of(one, spec, options))
-    sharing = share_card(runs, _distinct([one.name for one in given]), spec)
-    return Together(sharing=sharing, runs=tuple(runs))
+    for number, (one, name) in enumerate(zip(given, names, strict=True)):
+        if isinstance(one.source, Run):
+            runs.append(one.source)
+            continue
+        if told is not None:
+            told(f"program {number + 1} of {len(given)}: {one.name}")
+        runs.append(_run_of(one.name, one.source, spec, options))
+        used_device(runs[-1], name, spec)
+    return Together(sharing=share_card(runs, names, spec), runs=tuple(runs))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Given:
-    """One program: a command to run, a file to read, or a run."""
+    """One program: a command to run, or a run."""
 
     name: str
-    source: list[str] | Path | Run
+    source: list[str] | Run
 
 
 def _checked(program: Any, at: int) -> _Given:
-    """What was given as a program, looked at before any runs."""
+    """What was given as a program, looked at and read before any runs."""
     what = f"programs[{at}]"
     if isinstance(program, Report):
         program = program.run
@@ -147,25 +156,21 @@ def _checked(program: Any, at: int) -> _Given:
     if name.suffix in _RECORDINGS:
         if len(words) > 1:
             raise UsageError(f"{name} is a recording, and takes no arguments", "Give its path alone")
-        return _Given(name=name.name, source=name)
+        return _Given(name=name.name, source=run_from_trace(read_any(name), name=name.name))
     return _Given(name=" ".join([name.name, *words[1:]]), source=words)
 
 
-def _run_of(given: _Given, spec: GpuSpec, options: dict[str, Any]) -> Run:
-    """The run of one program.
+def _run_of(name: str, command: list[str], spec: GpuSpec, options: dict[str, Any]) -> Run:
+    """The run of a script by itself.
 
     Raises:
         VramfitError: it failed, and not for want of memory.
     """
-    if isinstance(given.source, Run):
-        return given.source
-    if isinstance(given.source, Path):
-        return run_from_trace(read_any(given.source), name=given.name)
-    found = run(*given.source, gpu=spec, **options).run
+    found = run(*command, gpu=spec, **options).run
     if found.exit_code != 0 and not found.ran_out:
         raise VramfitError(
-            f"{given.name} failed: {found.error or f'its exit code is {found.exit_code}'}",
-            f'Try it alone: vramfit run --gpu "{spec.name}" {given.source[0]}',
+            f"{name} failed: {found.error or f'its exit code is {found.exit_code}'}",
+            f'Try it alone: vramfit run --gpu "{spec.name}" {command[0]}',
         )
     return found
 

@@ -385,6 +385,13 @@ def shared() -> dict[str, nn.Module]:
             {"budget": "8MiB", "request_bytes": {"b": 1}},
             "has nothing for the model a",
         ),
+        (
+            {"a": nn.Linear(4, 4)},
+            {"budget": "8MiB", "request_bytes": {"a": 1, "b": 1}},
+            "request_bytes names 'b', which is no model here",
+        ),
+        ({"a": nn.Linear(4, 4)}, {"budget": "8MiB", "policy": "lru"}, "policy='lru' does not say who leaves"),
+        ({"a": nn.Linear(4, 4)}, {"budget": "8MiB", "policy": LeastRecentlyUsed}, "does not say who leaves"),
         ({"a": nn.Linear(4, 4)}, {"budget": "8 apples"}, "budget='8 apples' cannot be read"),
         ({"a": nn.Linear(4, 4)}, {}, "nothing says how much the models may take"),
         ({"a": nn.Linear(4, 4)}, {"device": None}, "there is no CUDA device"),

@@ -246,8 +246,24 @@ def test_bad_input_is_one_line() -> None:
         simulate(LeastRecentlyUsed(), MODELS, ["other"], ROOM)
     with pytest.raises(UsageError, match=r"the model code fits not even alone: 27.00 GiB of weights"):
         simulate(LeastRecentlyUsed(), MODELS, ["chat"], 20 * GIB)
-    with pytest.raises(UsageError, match="has a size below 0"):
-        SizedModel(name="a", weight_bytes=-1)
+    for figures in (
+        {"weight_bytes": -1},
+        {"weight_bytes": "1GiB"},
+        {"weight_bytes": 1, "request_bytes": None},
+    ):
+        with pytest.raises(UsageError, match=r"_bytes of the model a=.* is no whole number from 0 on"):
+            SizedModel(name="a", **figures)  # type: ignore[arg-type]
+    one = SizedModel(name="a", weight_bytes=GIB)
+    assert fitting_sets([one], "2GiB") == ((one,),)
+    with pytest.raises(UsageError, match="room='much' cannot be read"):
+        fitting_sets([one], "much")
+    for arguments, line in (
+        ({"processes": "each"}, "processes='each' is no way to share a card"),
+        ({"at_once": 0}, "at_once=0 is no whole number from 1 on"),
+        ({"context_bytes": -1}, "context_bytes=-1 is no whole number from 0 on"),
+    ):
+        with pytest.raises(UsageError, match=line):
+            taken_bytes([one], **arguments)  # type: ignore[arg-type]
     many = models_of([(1, 1)] * 17)
     with pytest.raises(UsageError, match="17 models make too many sets"):
         fitting_sets(list(many.values()), 99)

@@ -415,7 +415,7 @@ def test_tensors_outlive_the_store(tmp_path: Path) -> None:
         ({"budget": "1MiB", "peers": {"cpu": "1MiB"}}, "the peer 'cpu' is no other card than cpu"),
         ({"budget": "1MiB", "more": [3]}, "3 in more is no tier"),
         ({"budget": "1MiB", "pinned": "1MiB", "device": "tpu"}, "device='tpu'"),
-        ({"budget": "1MiB", "pinned": "1MiB", "device": "meta"}, "has no tiers"),
+        ({"budget": "1MiB", "pinned": "1MiB", "device": "meta"}, "is neither a CUDA device nor the CPU"),
         ({"budget": "1MiB", "pinned": "1MiB", "ahead": -1}, "ahead=-1"),
         ({"budget": "1MiB", "pinned": "1MiB", "patience": "long"}, "patience='long'"),
     ],

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import combinations
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from vramfit.inference.residency.placement import SizedModel
 
@@ -19,6 +19,7 @@ _EXACT = 12
 """Models on the card of which every set is weighed; of more the least likely ones go first."""
 
 
+@runtime_checkable
 class EvictionPolicy(Protocol):
     """Chooses who leaves."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -16,6 +16,7 @@ from vramfit.errors import UsageError
 from vramfit.inference.residency.eviction import CheapestReturn, EvictionPolicy
 from vramfit.inference.residency.hosted_model import HostedModel
 from vramfit.inference.residency.placement import SizedModel, too_large
+from vramfit.workload.given_device import device_argument
 
 _MARGIN = 0.02
 """Part of the card that is left free where no budget is given, as the planner leaves."""
@@ -50,7 +51,8 @@ class ModelPool:
         pinned: whether host memory is page-locked; None for where there is a card.
 
     Raises:
-        UsageError: there are no models, two share a tensor, one is not on the CPU, or one fits not even alone.
+        UsageError: there are no models, two share a tensor, one is not on the CPU, one fits not even alone, or another
+            argument is none.
     """
 
     def __init__(
@@ -64,11 +66,11 @@ class ModelPool:
         pinned: bool | None = None,
     ) -> None:
         _check_models(models)
-        self._device = _device(device)
+        self._device = device_argument("device", "cuda" if device is None else device)
         on_card = self._device.type == "cuda"
         self._budget = _budget(budget, self._device)
-        requests = {name: _request(request_bytes, name) for name in models}
-        self._policy: EvictionPolicy = CheapestReturn() if policy is None else policy
+        requests = _requests(request_bytes, tuple(models))
+        self._policy = _checked_policy(policy)
         self._changed = threading.Condition(threading.RLock())
         self._in_use: Counter[str] = Counter()
         self._holders: Counter[int] = Counter()
@@ -300,22 +302,17 @@ def _check_apart(models: Mapping[str, nn.Module]) -> None:
                 )
 
 
-def _device(given: Any) -> torch.device:
-    """The device, a card by its number.
+def _checked_policy(given: Any) -> EvictionPolicy:
+    """Who decides who leaves.
 
     Raises:
-        UsageError: there is no such device.
+        UsageError: it cannot.
     """
-    try:
-        device = torch.device("cuda" if given is None else given)
-    except (RuntimeError, TypeError):
-        raise UsageError(f"device={shown(given)} is no device", 'Give "cuda", "cuda:1" or "cpu"') from None
-    index: int | None = device.index  # torch's stub says that there is always one
-    if device.type == "cuda" and index is None:
-        if not torch.cuda.is_available():
-            raise UsageError("there is no CUDA device", 'Give device="cpu", or use a VirtualGPU')
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
+    if given is None:
+        return CheapestReturn()
+    if isinstance(given, type) or not isinstance(given, EvictionPolicy):
+        raise UsageError(f"policy={shown(given)} does not say who leaves", "Give such as CheapestReturn()")
+    return given
 
 
 def _budget(given: str | float | None, device: torch.device) -> int:
@@ -331,6 +328,20 @@ def _budget(given: str | float | None, device: torch.device) -> int:
     free, total = torch.cuda.mem_get_info(device)
     held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return max(1, free + held - round(_MARGIN * total))
+
+
+def _requests(given: str | float | Mapping[str, str | float], names: Sequence[str]) -> dict[str, int]:
+    """What a use of each model takes.
+
+    Raises:
+        UsageError: a figure is none, one is missing, or it is of no model here.
+    """
+    found = {name: _request(given, name) for name in names}
+    if isinstance(given, Mapping) and (others := [name for name in given if name not in found]):
+        raise UsageError(
+            f"request_bytes names {shown(others[0])}, which is no model here", f"There are {', '.join(names)}"
+        )
+    return found
 
 
 def _request(given: str | float | Mapping[str, str | float], name: str) -> int:

@@ -9,6 +9,7 @@ from itertools import combinations
 
 from vramfit.allocator import AllocatorConfig
 from vramfit.allocator.core import Rounding
+from vramfit.arguments import shown, size_argument, whole_argument
 from vramfit.errors import UsageError
 from vramfit.units import format_bytes
 
@@ -43,10 +44,10 @@ class SizedModel:
         """Refuse what is no size.
 
         Raises:
-            UsageError: a figure is below 0.
+            UsageError: a figure is no whole number, or below 0.
         """
-        if self.weight_bytes < 0 or self.request_bytes < 0:
-            raise UsageError(f"the model {self.name} has a size below 0", "Give bytes")
+        whole_argument(f"weight_bytes of the model {self.name}", self.weight_bytes, least=0)
+        whole_argument(f"request_bytes of the model {self.name}", self.request_bytes, least=0)
 
 
 def weight_segment(nbytes: int) -> int:
@@ -68,8 +69,17 @@ def taken_bytes(
 
     Args:
         context_bytes: of one CUDA context.
-        at_once: requests that run at the same moment in one process, each of another model.
+        at_once: requests that run at the same moment in one process, each of another model; from 1 on.
+
+    Raises:
+        UsageError: a figure is none, or there is no such way to share a card.
     """
+    whole_argument("context_bytes", context_bytes, least=0)
+    whole_argument("at_once", at_once, least=1)
+    if not isinstance(processes, Processes):
+        raise UsageError(
+            f"processes={shown(processes)} is no way to share a card", "Give Processes.ONE or Processes.EACH"
+        )
     weights = sum(one.weight_bytes for one in models)
     requests = sorted((one.request_bytes for one in models), reverse=True)
     if processes is Processes.EACH:
@@ -79,7 +89,7 @@ def taken_bytes(
 
 def fitting_sets(
     models: Sequence[SizedModel],
-    room: int,
+    room: int | str,
     *,
     context_bytes: int = 0,
     processes: Processes = Processes.ONE,
@@ -88,12 +98,13 @@ def fitting_sets(
     """The sets that fit a card and that no further model fits beside, those of the most models first.
 
     Args:
-        room: bytes of the card.
+        room: bytes of the card, or ``"24GiB"``.
         context_bytes, processes, at_once: as of `taken_bytes`.
 
     Raises:
-        UsageError: there are no models, too many to weigh every set, or one fits not even alone.
+        UsageError: there are no models, too many to weigh every set, one fits not even alone, or a figure is none.
     """
+    there = size_argument("room", room)
     if not models:
         raise UsageError("there are no models", "Give at least one")
     if len(models) > _EXACT:
@@ -103,12 +114,12 @@ def fitting_sets(
         return taken_bytes(chosen, context_bytes=context_bytes, processes=processes, at_once=at_once)
 
     for one in models:
-        if taken([one]) > room:
-            raise too_large(one, room, context_bytes)
+        if taken([one]) > there:
+            raise too_large(one, there, context_bytes)
     found: list[tuple[SizedModel, ...]] = []
     for count in range(len(models), 0, -1):
         for chosen in combinations(models, count):
-            if taken(chosen) <= room and not any(set(chosen) < set(more) for more in found):
+            if taken(chosen) <= there and not any(set(chosen) < set(more) for more in found):
                 found.append(chosen)
     return tuple(sorted(found, key=lambda chosen: (-len(chosen), -taken(chosen))))
 

@@ -20,7 +20,13 @@ from torch import nn
 from vramfit.errors import UsageError
 from vramfit.gpus import GpuSpec
 from vramfit.planner.live_choice import LiveModel, asked_about
-from vramfit.planner.planner_job import FormatTableJob, TryFormatsJob
+from vramfit.planner.planner_job import (
+    DeviceMemory,
+    FormatTableJob,
+    Found,
+    PlannerJob,
+    TryFormatsJob,
+)
 from vramfit.planner.quantization.format_trial import FormatQuestion, TriedFormats
 from vramfit.techniques.quantization.byte_program import FormatProgram, FormatTable, LayerScores
 from vramfit.techniques.quantization.gradient_scores import gradient_scores
@@ -84,26 +90,25 @@ class BytesElsewhere:
     def table(self, formats: Sequence[WeightFormat]) -> FormatTable:
         """See `Bytes.table`."""
         names = tuple(one.value for one in formats)
-        return asked_about(
-            self.live,
-            self.question,
-            lambda target, memory: FormatTableJob(target=target, memory=memory, formats=names),
-            FormatTable,
-            self.progress,
+        return self._asked(
+            lambda target, memory: FormatTableJob(target=target, memory=memory, formats=names), FormatTable
         )
 
     def reserved(self, choices: Sequence[Formats], limit: int, enough: int) -> Sequence[int]:
         """See `Bytes.reserved`; the limit is that of the live model's memory."""
         del limit
         plain = tuple({name: one.value for name, one in chosen.items()} for chosen in choices)
-        found = asked_about(
-            self.live,
-            self.question,
+        found = self._asked(
             lambda target, memory: TryFormatsJob(target=target, memory=memory, choices=plain, enough=enough),
             TriedFormats,
-            self.progress,
         )
         return found.reserved
+
+    def _asked(self, job: Callable[[str, DeviceMemory], PlannerJob], kind: type[Found]) -> Found:
+        with in_evaluation(
+            self.live.model
+        ):  # as quality is measured: dropout would take memory that inference does not
+            return asked_about(self.live, self.question, job, kind, self.progress)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -30,8 +31,10 @@ from vramfit.techniques.quantization.quantised_layers import quantise_layers
 from vramfit.techniques.quantization.weight_formats import (
     DEFAULT_FORMATS,
     WeightFormat,
+    group_size,
     has_format,
     quantisable,
+    shared_weights,
     why_not,
 )
 from vramfit.techniques.support.evaluation import in_evaluation
@@ -71,9 +74,9 @@ class WeightQuantization(Technique[WeightQuantizationSetting]):
     peak of a layer that it makes smaller, and the planner runs what it chooses.
 
     Which layers have which is found on a sample, on the CPU: each layer in each format by itself, by the divergence of
-    the logits, then an integer program for several sizes of the weights. A model that is too large for that here gets
-    one format for all layers, and the promise says that nothing was measured. `vramfit.quantized` does more: its
-    program knows the peak of each call, and its best choices are measured together.
+    the logits, then an integer program for several sizes of the weights. A model that is too large or too slow for that
+    here gets one format for all layers, and the promise says that nothing was measured. `vramfit.quantized` does more:
+    its program knows the peak of each call, and its best choices are measured together.
 
     Weights are packed one by one: the card never holds the model in floating point. Those of before wait on the host
     for the undo.
@@ -155,10 +158,10 @@ def _counted(formats: Mapping[str, WeightFormat]) -> str:
 
 def _weights_table(model: nn.Module, formats: Iterable[WeightFormat]) -> FormatTable:
     """Bytes of the weights alone, by the formats' definitions: what a product takes beside is found by running it."""
-    held = Counter(id(one) for _, one in model.named_parameters(remove_duplicate=False))
+    shared = shared_weights(model)
     layers = []
     for name, layer in quantisable(model).items():
-        if held[id(layer.weight)] > 1:
+        if id(layer.weight) in shared:
             continue
         plain = layer.weight.nbytes
         sizes = {WeightFormat.NONE.value: plain}
@@ -172,10 +175,15 @@ def _weights_table(model: nn.Module, formats: Iterable[WeightFormat]) -> FormatT
 
 
 def _bytes_in(layer: nn.Linear, one: WeightFormat) -> int:
+    """What a weight takes with its scales, as torchao's tensors keep them."""
     rows, columns = layer.weight.shape
     if one is WeightFormat.INT4:  # padded to 1,024 columns and 8 rows; two numbers of 16 bits for a group
-        columns, rows = -(-columns // 1024) * 1024, -(-rows // 8) * 8
-        return rows * columns // 2 + rows * columns // 128 * 4
+        wide, high = -(-columns // 1024) * 1024, -(-rows // 8) * 8
+        return high * wide // 2 + high * wide // (group_size(columns) or wide) * 4
+    if one is WeightFormat.FP8 and layer.weight.dtype is not torch.bfloat16:
+        return rows * columns + 4  # one scale for all
+    if one in (WeightFormat.INT8, WeightFormat.INT8_DYNAMIC):
+        return rows * columns + 5 * rows  # a float32 and a zero point of eight bits for each row
     return rows * columns + 4 * rows
 
 
@@ -186,6 +194,10 @@ def _alike(table: FormatTable, formats: Iterable[WeightFormat]) -> list[WeightQu
         chosen = {layer.name: one for layer in table.layers if one.value in layer.weight}
         found.append(WeightQuantizationSetting(formats=chosen))
     return sorted(found, key=lambda setting: -table.weight_bytes(setting.formats))
+
+
+class _OutOfTime(Exception):
+    """Measuring takes longer than may be spent on it."""
 
 
 def _searched(samples: Samples, table: FormatTable) -> list[WeightQuantizationSetting] | None:
@@ -199,13 +211,21 @@ def _searched(samples: Samples, table: FormatTable) -> list[WeightQuantizationSe
         sample = samples.small() if sum(map(len, options.values())) <= _MOST_RUNS else None
         if sample is None:
             return None
-        host = torch.device("cpu")
+        host, end = torch.device("cpu"), time.monotonic() + sample.seconds
+
+        def check_time(_text: str) -> None:
+            if time.monotonic() > end:
+                raise _OutOfTime
+
         with in_evaluation(sample.model):
             try:
                 measure = LogitsDivergence(sample.model, [sample.batch])
             except UsageError:  # no logits: nothing that could be compared without a word of the user's
                 return None
-            scores = measured_alone(sample.model, options, measure, host)
+            try:
+                scores = measured_alone(sample.model, options, measure, host, check_time)
+            except _OutOfTime:
+                return None
             return [
                 replace(one, divergence=float(f"{measured(sample.model, one.formats, measure, host):.3g}"))
                 for one in _by_sizes(table, scores)

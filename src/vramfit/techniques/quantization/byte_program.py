@@ -177,15 +177,18 @@ class FormatProgram:
         )
 
     def neighbours(self, chosen: Formats, count: int) -> list[dict[str, WeightFormat]]:
-        """Choices that differ in one layer and should cost less together, the best first; whatever they take."""
+        """Choices that differ in one layer and should cost less together, the best first; whatever they take.
+
+        None for a choice with a format that has no score, whose outputs are not finite.
+        """
         current = [
-            next(
-                variable
-                for variable in options
-                if self._variables[variable][1] is chosen.get(layer.name, WeightFormat.NONE)
-            )
+            variable
             for layer, options in zip(self._table.layers, self._options, strict=True)
+            for variable in options
+            if self._variables[variable][1] is chosen.get(layer.name, WeightFormat.NONE)
         ]
+        if len(current) < len(self._options):
+            return []
         cost = self._joint(current)
         found: list[tuple[float, list[int]]] = []
         for number, options in enumerate(self._options):

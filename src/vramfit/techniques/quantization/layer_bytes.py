@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,7 +11,13 @@ import torch
 from torch import nn
 
 from vramfit.techniques.quantization.byte_program import FormatTable, LayerBytes, LayerCall
-from vramfit.techniques.quantization.weight_formats import WeightFormat, packed_through, quantisable, why_not
+from vramfit.techniques.quantization.weight_formats import (
+    WeightFormat,
+    packed_through,
+    quantisable,
+    shared_weights,
+    why_not,
+)
 
 _BLOCK = 512
 """kMinBlockSize in CUDACachingAllocator.cpp."""
@@ -80,13 +85,13 @@ def weight_bytes(
     """
     known: dict[tuple[Any, ...], tuple[dict[str, int], dict[str, int]]] = {}
     found = {}
-    held = Counter(id(one) for _, one in model.named_parameters(remove_duplicate=False))
+    shared = shared_weights(model)
     for name, layer in quantisable(model).items():
         key = (tuple(layer.weight.shape), layer.weight.dtype)
         if key not in known:
             known[key] = _packed_bytes(layer, formats, device)
         weight, packing = known[key]
-        if held[id(layer.weight)] > 1:  # others keep it, so that a packed one comes on top
+        if id(layer.weight) in shared:  # others keep it, so that a packed one comes on top
             weight = {**weight, WeightFormat.NONE.value: 0}
         found[name] = (weight, packing)
     return found

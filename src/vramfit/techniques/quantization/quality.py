@@ -59,7 +59,11 @@ class LogitsDivergence:
             self._plain = [torch.log_softmax(one, dim=-1) for one in self._logits(model)]
         self._places = sum(one.shape[0] for one in self._plain)
         self._change: torch.Tensor | None = None
-        if not self._places or not all(bool(one.isfinite().all()) for one in self._plain):
+        if not self._places:
+            raise UsageError(
+                "the batches have no places whose logits could be compared", "Give some that are not empty"
+            )
+        if not all(bool(one.isfinite().all()) for one in self._plain):
             raise UsageError(
                 "the plain model's logits are not finite, so that nothing can be compared with them",
                 "Give batches for which they are",

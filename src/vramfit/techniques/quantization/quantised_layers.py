@@ -15,6 +15,7 @@ from torch import nn
 from vramfit.errors import UsageError
 from vramfit.techniques.core.attached_program import AttachedProgram
 from vramfit.techniques.quantization.weight_formats import (
+    ROUNDED,
     Float8Inputs,
     WeightFormat,
     check_card,
@@ -22,6 +23,7 @@ from vramfit.techniques.quantization.weight_formats import (
     packed_through,
     quantisable,
     rounded_weight,
+    shared_weights,
     why_not,
 )
 
@@ -52,18 +54,26 @@ def quantise_layers(
             torch.cuda.get_device_capability(device),
             torch.cuda.get_device_name(device),
         )
-    holders = _holders(live.model)
+    shared = shared_weights(live.model)
     before: dict[str, torch.Tensor] = {}
     live.keep_pageable(before.values)
-    # The largest first, while the card holds the least.
-    for name in sorted(chosen, key=lambda name: -layers[name].weight.numel()):
-        before[name] = layers[name].weight
-        alone = holders[id(layers[name].weight)] == 1
-        _quantise(live, layers[name], chosen[name], device, alone=alone)
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        for name in chosen:
-            layers[name].weight = _moved(layers[name].weight, device)
+    homes: dict[str, torch.device] = {}
+    try:
+        # The largest first, while the card holds the least.
+        for name in sorted(chosen, key=lambda name: -layers[name].weight.numel()):
+            before[name], homes[name] = layers[name].weight, layers[name].weight.device
+            _quantise(live, layers[name], chosen[name], device, alone=id(before[name]) not in shared)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            for name in chosen:
+                layers[name].weight = _moved(layers[name].weight, device)
+    except BaseException:
+        for name, own in before.items():
+            layers[name].weight = own  # all packed ones go first, for the sake of their memory
+        for name, own in before.items():
+            if own.device != homes[name]:
+                own.data = own.data.to(homes[name])
+        raise
 
 
 def _check(model: nn.Module, layers: Mapping[str, nn.Linear], name: str, one: WeightFormat) -> None:
@@ -75,14 +85,6 @@ def _check(model: nn.Module, layers: Mapping[str, nn.Linear], name: str, one: We
         )
     if why := why_not(layers[name], one):
         raise UsageError(f"{name} cannot be in {one.value}: {why}", "Leave it out, or give it another format")
-
-
-def _holders(model: nn.Module) -> dict[int, int]:
-    """How many modules hold each parameter."""
-    found: dict[int, int] = {}
-    for _, parameter in model.named_parameters(remove_duplicate=False):
-        found[id(parameter)] = found.get(id(parameter), 0) + 1
-    return found
 
 
 def _quantise(
@@ -101,6 +103,7 @@ def _quantise(
     own = layer.weight
     if device.type == "cpu" and has_equivalent(one):
         packed = nn.Parameter(rounded_weight(own.detach(), one), requires_grad=False)
+        setattr(packed, ROUNDED, True)
         if one is WeightFormat.FP8:
             live.surround(layer, Float8Inputs())
     else:

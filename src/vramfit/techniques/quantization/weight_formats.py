@@ -7,6 +7,7 @@ with the products in the model's dtype. It saves no memory. The other formats ru
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from enum import Enum
 from typing import Any
@@ -53,6 +54,9 @@ _FROM: Mapping[WeightFormat, Capability] = {
 _GROUPS = (128, 64, 32)
 """Sizes of int4's groups, the largest that divides a row is taken (torchao, ``Int4WeightOnlyConfig``)."""
 
+ROUNDED = "vramfit_rounded"
+"""Attribute of a parameter that stands for a packed one on the CPU; see NOTE [Equivalents]."""
+
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -98,7 +102,7 @@ def why_not(layer: nn.Linear, one: WeightFormat) -> str:
     if one is WeightFormat.INT4:
         if layer.weight.dtype is not torch.bfloat16:
             return f"int4 is for weights in bfloat16, and these are in {_short(layer.weight.dtype)}"
-        if _group(columns) is None:
+        if group_size(columns) is None:
             return f"rows of {columns} elements are no multiple of int4's smallest group, {_GROUPS[-1]}"
     if one is WeightFormat.INT8_DYNAMIC and (rows % 8 or columns % 8):
         return f"products of integers need multiples of 8, and the weight has {rows} x {columns}"
@@ -124,7 +128,19 @@ def quantisable(model: nn.Module) -> dict[str, nn.Linear]:
         and type(module.weight.data).__name__ in ("Tensor", "FakeTensor", "Parameter")
         and module.weight.dtype in _FLOATS
         and module.weight.numel() > 0
+        and not hasattr(module.weight, ROUNDED)
     }
+
+
+def shared_weights(model: nn.Module) -> set[int]:
+    """Identities of the parameters that several modules hold, as an embedding and a head do.
+
+    A layer that a model calls at several places is one module, and its weight goes with it.
+    """
+    held = Counter(
+        id(one) for module in model.modules() for one in module._parameters.values() if one is not None
+    )
+    return {one for one, count in held.items() if count > 1}
 
 
 def packed_weight(weight: torch.Tensor, one: WeightFormat) -> torch.Tensor:
@@ -220,7 +236,7 @@ def _config(one: WeightFormat, weight: torch.Tensor) -> Any:
             granularity=ao.PerRow() if rows else ao.PerTensor(), set_inductor_config=False
         )
     return ao.Int4WeightOnlyConfig(
-        group_size=_group(weight.shape[-1]) or _GROUPS[-1],
+        group_size=group_size(weight.shape[-1]) or _GROUPS[-1],
         int4_packing_format="tile_packed_to_4d",
         set_inductor_config=False,
     )
@@ -229,7 +245,7 @@ def _config(one: WeightFormat, weight: torch.Tensor) -> Any:
 def _rounded_int4(weight: torch.Tensor) -> torch.Tensor:
     """int4_tile_packed_to_4d_tensor.py, ``from_hp``, and what the kernel reads of it: ``(q - 8) * scale + zero``."""
     primitives: Any = _primitives()
-    block = [1, _group(weight.shape[-1]) or _GROUPS[-1]]
+    block = [1, group_size(weight.shape[-1]) or _GROUPS[-1]]
     scale, zero = primitives._choose_qparams_affine_tinygemm(
         weight.detach(),
         mapping_type=primitives.MappingType.ASYMMETRIC,
@@ -261,7 +277,8 @@ def _float8(values: torch.Tensor, *, by_row: bool) -> torch.Tensor:
     return (small.float() * scale).to(values.dtype)
 
 
-def _group(columns: int) -> int | None:
+def group_size(columns: int) -> int | None:
+    """Elements of a row that share a scale in int4; None where no size divides the row."""
     return next((size for size in _GROUPS if columns % size == 0), None)
 
 
