@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,3 +29,12 @@ def test_a_service_answers_a_request_in_parts() -> None:
     said = _on_card("examples/survive/surviving_service.py", "--most", "200000", "--limit", "1")
     assert "200,000 rows answered" in said
     assert "up micro-batches 8 parts" in said
+
+
+@pytest.mark.parametrize(
+    ("script", "limit"), [("surviving_trainer.py", "1.5"), ("surviving_fit.py", "2")], ids=["trainer", "fit"]
+)
+def test_a_trainers_loop_goes_on(script: str, limit: str) -> None:
+    said = _on_card(f"examples/survive/{script}", "--longest", "2048", "--limit", limit)
+    [(steps, events)] = re.findall(r"^(\d+) steps, (\d+) events$", said, re.MULTILINE)
+    assert (int(steps), int(events) > 0) == (4, True)

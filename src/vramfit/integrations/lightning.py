@@ -11,6 +11,7 @@ the optimizer's step as Lightning does, whose hooks belong to techniques that ne
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import numbers
@@ -63,13 +64,15 @@ class PlanCallback(Callback):
 
     def __init__(self, plan: Plan | str | os.PathLike[str]) -> None:
         self.plan = plan_from(plan)
-        self._training: _LightningTraining | None = None
+        self._training: LightningTraining | None = None
         self._saved: dict[str, Any] = {}
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Apply the plan: the module is on its device, and the optimizer and its schedules are made."""
         _check_training(trainer, pl_module, self.plan)
-        training = _LightningTraining(trainer, pl_module, self.plan)
+        live = AttachedProgram(pl_module, trainer.optimizers[0])
+        live.attach(self.plan.choices)
+        training = LightningTraining(trainer, pl_module, live)
         self._training = training
         scaler: Any = training.live.scaler
         if scaler is not None and "scaler" in self._saved:
@@ -86,14 +89,18 @@ class PlanCallback(Callback):
         self._saved = dict(state_dict)
 
 
-class _LightningTraining:
-    """One fit with a plan. See NOTE [A plan in Lightning]."""
+class LightningTraining:
+    """One fit with what is attached to the module and its optimizer. See NOTE [A plan in Lightning].
 
-    def __init__(self, trainer: Trainer, module: LightningModule, plan: Plan) -> None:
-        self._trainer, self._module = trainer, module
+    Args:
+        trainer: with its optimizers made.
+        module: on its device.
+        live: of the module and the trainer's optimizer.
+    """
+
+    def __init__(self, trainer: Trainer, module: LightningModule, live: AttachedProgram) -> None:
+        self._trainer, self._module, self.live = trainer, module, live
         self._strategy: Any = trainer.strategy
-        self.live = AttachedProgram(module, trainer.optimizers[0])
-        self.live.attach(plan.choices)
         assert self.live.optimizer is not None
         if self.live.optimizer is not trainer.optimizers[0]:
             self._strategy.optimizers = [self.live.optimizer]
@@ -104,6 +111,7 @@ class _LightningTraining:
         self._plain_teardown: Callable[..., Any] = self._strategy.teardown
         self._scaling = False
         self._clear_again: Callable[[], None] = _nothing
+        self._own = contextlib.ExitStack()
         for owner, name, value in (
             (self._strategy, "training_step", self._training_step),
             (self._strategy, "backward", self._backward),
@@ -112,9 +120,9 @@ class _LightningTraining:
             (self._strategy, "teardown", self._teardown),
             (self.live.optimizer, "step", self._update),
         ):
-            self.live.on_undo(put(owner, name, value))
+            self._own.callback(put(owner, name, value))
         if self.live.clip is not None:
-            self.live.on_undo(put(trainer.precision_plugin, "clip_gradients", self._clip))
+            self._own.callback(put(trainer.precision_plugin, "clip_gradients", self._clip))
 
     # -- the batch -----------------------------------------------------------------------------------------------
 
@@ -164,19 +172,23 @@ class _LightningTraining:
     # -- the step ------------------------------------------------------------------------------------------------
 
     def _optimizer_step(self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        def complete() -> Any:
-            result = closure()
-            self._clear_again()
-            self._clear_again = _nothing
-            if result is not None:
-                end_gradients(self.live)
-            return result
-
+        complete = functools.partial(self._completed, closure)
         found = self._plain_optimizer_step(optimizer, complete, *args, **kwargs)
         optimizer.zero_grad(set_to_none=True)
         for action in self.live.after_step:
             action()
         return found
+
+    def _completed(self, closure: Callable[[], Any]) -> Any:
+        """What Lightning's closure gives, with the gradients as the optimizer takes them."""
+        try:
+            result = closure()
+        finally:
+            self._clear_again()
+            self._clear_again = _nothing
+        if result is not None:
+            end_gradients(self.live)
+        return result
 
     def _update(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """The optimizer's step, after the closure that Lightning gives to it."""
@@ -229,6 +241,7 @@ class _LightningTraining:
         assert trained is not None
         catch_up(trained)
         states = dict(trained.state)
+        self._own.close()
         self.live.undo()
         if self.live.optimizer is not trained:
             if hasattr(trained, "give_back"):  # it has given its states back
@@ -305,19 +318,24 @@ def _nothing() -> None:
     """Stands for an undo, where there is nothing to undo."""
 
 
-def _check_training(trainer: Trainer, module: LightningModule, plan: Plan) -> None:
-    """Make sure that a plan can be applied to this training."""
+def check_fit(trainer: Trainer, module: LightningModule, what: str, by_hand: str) -> None:
+    """Make sure that Lightning trains a module itself, on one device, with one optimizer.
+
+    Args:
+        what: is for that, in words.
+        by_hand: what to do where a module optimizes manually.
+
+    Raises:
+        UsageError: it does otherwise.
+    """
     name = type(module).__name__
     if not module.automatic_optimization:
-        raise UsageError(
-            f"{name} optimizes manually, so a plan cannot make its steps",
-            "Call plan.apply, plan.split, plan.backward and plan.step in its training_step instead",
-        )
+        raise UsageError(f"{name} optimizes manually, so {what} cannot make its steps", by_hand)
     strategy = trainer.strategy
     if trainer.world_size > 1 or strategy.model is not module:
         raise UsageError(
             f"{type(strategy).__name__} spreads the training over processes or wraps the module, "
-            "and a plan is for one device",
+            f"and {what} is for one device",
             "Use Trainer(devices=1) with the default strategy",
         )
     optimizer: Any = trainer.optimizers[0]
@@ -325,14 +343,21 @@ def _check_training(trainer: Trainer, module: LightningModule, plan: Plan) -> No
     if not any(id(p) in trained for group in optimizer.param_groups for p in group["params"]):
         raise UsageError(
             f"configure_optimizers of {name} returns no optimizer of its parameters",
-            "Return one: a plan is for training",
+            f"Return one: {what} is for training",
         )
     if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, torch.optim.LBFGS):
         raise UsageError(
             f"{type(optimizer).__name__} runs the forward and backward pass inside of its step, "
-            "which a plan cannot split",
+            f"which {what} cannot split",
             "Use an optimizer that steps once with given gradients, such as torch.optim.AdamW",
         )
+
+
+def _check_training(trainer: Trainer, module: LightningModule, plan: Plan) -> None:
+    """Make sure that a plan can be applied to this training."""
+    by_hand = "Call plan.apply, plan.split, plan.backward and plan.step in its training_step instead"
+    check_fit(trainer, module, "a plan", by_hand)
+    name = type(module).__name__
     names = [choice.name for choice in plan.choices]
     if "micro-batching" in names and "dataloader_iter" in inspect.signature(module.training_step).parameters:
         raise UsageError(

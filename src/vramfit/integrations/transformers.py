@@ -15,6 +15,7 @@ cancel, and the sum is divided by the items of the step; for the second kind, th
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from importlib.metadata import version
@@ -66,7 +67,7 @@ class PlanCallback(TrainerCallback):
     def __init__(self, plan: Plan | str | os.PathLike[str], trainer: Trainer) -> None:
         self.plan = plan_from(plan)
         self._trainer: Any = trainer
-        self._training: _TrainerTraining | None = None
+        self._training: TrainerTraining | None = None
         self._plain_schedule: Callable[..., Any] = self._trainer.create_scheduler
         put(trainer, "create_scheduler", self._create_scheduler)
 
@@ -77,7 +78,9 @@ class PlanCallback(TrainerCallback):
         if self in self._trainer.callback_handler.callbacks:
             self.undo()
             _check_trainer(self._trainer, self.plan)
-            self._training = _TrainerTraining(self._trainer, self.plan)
+            live = AttachedProgram(self._trainer.model, inner_optimizer(self._trainer.optimizer))
+            live.attach(self.plan.choices)
+            self._training = TrainerTraining(self._trainer, live)
             optimizer = None  # the trainer's, as it is now
         return self._plain_schedule(num_training_steps, optimizer=optimizer, **kwargs)
 
@@ -107,15 +110,17 @@ class PlanCallback(TrainerCallback):
             training.undo()
 
 
-class _TrainerTraining:
-    """One training with a plan. See NOTE [A plan in the Trainer]."""
+class TrainerTraining:
+    """One training of a Trainer with what is attached to its model and optimizer. See NOTE [A plan in the Trainer].
 
-    def __init__(self, trainer: Any, plan: Plan) -> None:
-        self._trainer = trainer
+    Args:
+        trainer: with its optimizer made.
+        live: of the trainer's model and its optimizer.
+    """
+
+    def __init__(self, trainer: Any, live: AttachedProgram) -> None:
+        self._trainer, self.live = trainer, live
         self._accelerator: Any = trainer.accelerator
-        self._optimizer = _inner(trainer.optimizer)
-        self.live = AttachedProgram(trainer.model, self._optimizer)
-        self.live.attach(plan.choices)
         self._plain_step: Callable[..., torch.Tensor] = trainer.training_step
         self._plain_loss: Callable[..., Any] = trainer.compute_loss
         self._weight: float | torch.Tensor = 1.0
@@ -125,14 +130,15 @@ class _TrainerTraining:
             changes.append((self._accelerator, "scaler", self.live.scaler))
         if self.live.clip is not None:
             changes.append((self._accelerator, "clip_grad_norm_", self._clip))
+        self._own = contextlib.ExitStack()
         for owner, name, value in changes:
-            self.live.on_undo(put(owner, name, value))
+            self._own.callback(put(owner, name, value))
         self._exchange(self.live.optimizer)
 
     def _exchange(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Put an optimizer where the Trainer has its own."""
         wrapper = self._trainer.optimizer
-        if _inner(wrapper) is wrapper:
+        if inner_optimizer(wrapper) is wrapper:
             self._trainer.optimizer = optimizer
         else:
             # As if it were loaded from a pickle: it takes the step of its optimizer anew, to know if that is left out.
@@ -177,13 +183,29 @@ class _TrainerTraining:
 
     def undo(self) -> None:
         """Leave the model and the Trainer as they were."""
+        self._own.close()
         self.live.undo()
         self._exchange(self.live.optimizer)
 
 
-def _inner(optimizer: Any) -> Any:
+def inner_optimizer(optimizer: Any) -> Any:
     """The optimizer inside Accelerate's wrapper, or itself."""
     return getattr(optimizer, "optimizer", optimizer)
+
+
+def check_one_device(trainer: Any, what: str) -> None:
+    """Make sure that a Trainer uses one device.
+
+    Raises:
+        UsageError: it spreads the training, and `what` is for one device.
+    """
+    args = trainer.args
+    spread = str(trainer.accelerator.distributed_type).rpartition(".")[2]
+    if spread != "NO" or args.world_size > 1 or args.n_gpu > 1 or trainer.is_model_parallel:
+        raise UsageError(
+            f"the Trainer spreads the training over several devices, and {what} is for one",
+            "Start one process with one visible device, CUDA_VISIBLE_DEVICES=0",
+        )
 
 
 def _check_trainer(trainer: Any, plan: Plan) -> None:
@@ -194,12 +216,7 @@ def _check_trainer(trainer: Any, plan: Plan) -> None:
         raise UsageError(
             "the Trainer has two callbacks with a plan", "Remove one: trainer.pop_callback(PlanCallback)"
         )
-    spread = str(accelerator.distributed_type).rpartition(".")[2]
-    if spread != "NO" or args.world_size > 1 or args.n_gpu > 1 or trainer.is_model_parallel:
-        raise UsageError(
-            "the Trainer spreads the training over several devices, and a plan is for one",
-            "Start one process with one visible device, CUDA_VISIBLE_DEVICES=0",
-        )
+    check_one_device(trainer, "a plan")
     names = {choice.name for choice in plan.choices}
     model = trainer.model
     checkpoints = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
@@ -213,7 +230,7 @@ def _check_trainer(trainer: Any, plan: Plan) -> None:
             "torch_compile=True and compile of the plan both compile the model",
             "Leave torch_compile=True out: the plan does it",
         )
-    if accelerator.mixed_precision != "no" and _inner(trainer.optimizer) is trainer.optimizer:
+    if accelerator.mixed_precision != "no" and inner_optimizer(trainer.optimizer) is trainer.optimizer:
         raise UsageError(
             f"transformers {version('transformers')} changes the model's forward pass for "
             f"{accelerator.mixed_precision}=True after its schedule is made, when the plan is applied already",

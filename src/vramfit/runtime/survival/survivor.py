@@ -84,6 +84,7 @@ class Survivor:
         on_event: called with what was done; it is logged too.
 
     Attributes:
+        live: the model and the optimizer with what the ladder attached; its pieces are those of the rung.
         events: what was done so far.
         steps: that were committed.
 
@@ -104,10 +105,10 @@ class Survivor:
     ) -> None:
         self.model, self.optimizer, self.settings = model, optimizer, settings
         self._loss, self._scheduler, self._on_event = loss, scheduler, on_event
-        self._live = AttachedProgram(model, optimizer)
-        self._live.scaler = scaler
+        self.live = AttachedProgram(model, optimizer)
+        self.live.scaler = scaler
         self._votes = votes_for(model, settings.vote_seconds)
-        self._recovery = Recovery(self._live.device)
+        self._recovery = Recovery(self.live.device)
         self._guard = GuardedStep(optimizer, self._recovery)
         self._ladder: Ladder | None = None
         self._standing = 0
@@ -134,20 +135,54 @@ class Survivor:
         """
         if self._loss is None:
             raise UsageError("survive has no loss", "Give loss=, or decorate the function that computes it")
+        loss: torch.Tensor = self.gradients(batch, lambda: self._own_gradients(batch))
+        self._commit()
+        self.settle()
+        return loss
+
+    # -- parts of a step, for a trainer that has its own loop ---------------------------------------------------------
+
+    def gradients(self, batch: Any, work: Callable[[], T]) -> T:
+        """Gradients of a batch, added to those that are there: all of them, or nothing is changed.
+
+        Args:
+            batch: says how far it can be cut.
+            work: goes forward and backward, through `live`'s pieces; called again for each attempt. It gives anything
+                but None.
+
+        Returns:
+            what the work gave in the attempt that went well.
+
+        Raises:
+            torch.OutOfMemoryError: nothing made it fit (or another form of shortage); all is as before.
+            BaseException: what the work raises; all is as before.
+        """
         ladder = self._ladder_for(batch)
-        live, scaler = self._live, self._live.scaler
+        live, scaler = self.live, self.live.scaler
         state = self._recovery.insist(lambda: StepState(self.model, scaler, live.device))
         try:
-            loss = self._gradients(batch, state, ladder)
+            return self._attempted(work, state, ladder)
         except BaseException:
             state.give_back()
             raise
-        self._commit()
-        ladder.after_good_step()
-        if self._may_go_down:
-            self._go_down(ladder)
+
+    def update(self) -> None:
+        """The optimizer's step alone, with the gradients as they are; it ends, unless the host has no room either."""
+        hosted = len(self._guard.hosted)
+        self._guard.step()
+        self._tell_of_hosted(hosted)
+
+    def insist(self, action: Callable[[], T]) -> T:
+        """Do what changes nothing where it fails, again where it ran out of memory; such as the norm of gradients."""
+        return self._recovery.insist(action)
+
+    def settle(self) -> None:
+        """Count a step that is done, and leave a rung on trial where it is time."""
+        if self._ladder is not None:
+            self._ladder.after_good_step()
+            if self._may_go_down:
+                self._go_down(self._ladder)
         self.steps += 1
-        return loss
 
     def __call__(self, loss: Callable[..., torch.Tensor]) -> Callable[[Any], torch.Tensor]:
         """Decorate the function that computes the loss of a batch: it becomes a whole step.
@@ -176,7 +211,7 @@ class Survivor:
 
     def close(self) -> None:
         """Leave the model as it was but for its values, and the optimizer's states where they belong."""
-        self._live.undo()
+        self.live.undo()
         self._standing = 0
         if self._guard.hosted:
             self._recovery.release()
@@ -195,25 +230,25 @@ class Survivor:
 
     # -- gradients -------------------------------------------------------------------------------------------------
 
-    def _gradients(self, batch: Any, state: StepState, ladder: Ladder) -> torch.Tensor:
-        """All gradients of a batch, in the parameters; the loss."""
+    def _attempted(self, work: Callable[[], T], state: StepState, ladder: Ladder) -> T:
+        """What the work gives, with all gradients of a batch in the parameters."""
         attempts = 0
         while True:
             self._stand_on(ladder)
             place = ladder.place
-            loss = self._tried(lambda: self._own_gradients(batch))
-            may = ladder.may_go_down(memory_now(self._live.device))
-            failed, stay = self._most(int(loss is None), int(not may))
+            found = self._tried(work)
+            may = ladder.may_go_down(memory_now(self.live.device))
+            failed, stay = self._most(int(found is None), int(not may))
             if not failed:
                 finished = self._tried(lambda: self._finished_gradients(state))
                 (failed,) = self._most(int(finished is None))
-            if not failed and loss is not None:
+            if not failed and found is not None:
                 self._may_go_down = not stay
-                return loss
+                return found
             # Outside of the handler: see NOTE [Order] in leftovers.
-            del loss
+            del found
             state.restore()
-            before = memory_now(self._live.device)
+            before = memory_now(self.live.device)
             self._recovery.release()
             attempts += 1
             self._next_rung(ladder, place, attempts, before)
@@ -229,7 +264,7 @@ class Survivor:
 
     def _own_gradients(self, batch: Any) -> torch.Tensor:
         """The loss of this rank's batch, with its gradients in the parameters."""
-        live, total = self._live, None
+        live, total = self.live, None
         assert self._loss is not None
         with unsynchronised(self.model), contextlib.closing(_generator(live.split(batch))) as pieces:
             for piece in pieces:
@@ -250,8 +285,8 @@ class Survivor:
         if self._votes is not None:
             self._votes.reduce(self.model)
         state.join_gradients()
-        if self._live.scaler is not None:
-            self._live.scaler.unscale_(self.optimizer)
+        if self.live.scaler is not None:
+            self.live.scaler.unscale_(self.optimizer)
         if self.settings.clip_norm is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip_norm)
         return True
@@ -262,7 +297,7 @@ class Survivor:
 
     def _placed(self, batch: Any) -> Any:
         """A batch on the device; one that is there in part was placed by the loop, and stays as it is."""
-        device = self._live.device
+        device = self.live.device
         if device.type == "cpu" or any(tensor.device.type != "cpu" for tensor in tensors_in(batch)):
             return batch
         return to_device(batch, device)
@@ -297,12 +332,12 @@ class Survivor:
         """
         if self._standing == ladder.place:
             return
-        self._live.undo()
-        self._live.splitter = None
+        self.live.undo()
+        self.live.splitter = None
         self._standing = 0
         while ladder.place:
             try:
-                self._live.attach(self._choices(ladder.level))
+                self.live.attach(self._choices(ladder.level))
             except UsageError as error:
                 _log.info("%s is left out: %s", ladder.level.rung.value, error)
                 self._unattachable.add(ladder.place)
@@ -343,7 +378,7 @@ class Survivor:
         self._recovery.last = None
         asked = requested_bytes(shortage.message)
         ladder.shortage(place, 0 if before is None or not asked else before.allocated + asked)
-        now = memory_now(self._live.device)
+        now = memory_now(self.live.device)
         evidence = "" if now is None else f"at the next attempt {now}"
         if attempts == 1:
             self._tell("retry", Rung.AGAIN, shortage.message, evidence)
@@ -377,7 +412,7 @@ class Survivor:
             (parameter, name)
             for parameter, known in self.optimizer.state.items()
             for name, value in known.items()
-            if isinstance(value, torch.Tensor) and value.device == self._live.device and value.dim()
+            if isinstance(value, torch.Tensor) and value.device == self.live.device and value.dim()
         ]
         moved: list[tuple[Any, str]] = []
 
@@ -389,7 +424,7 @@ class Survivor:
 
         def come_back(parameter: nn.Parameter, name: str) -> bool:
             known = self.optimizer.state[parameter]
-            known[name] = self._recovery.insist(lambda: known[name].to(self._live.device))
+            known[name] = self._recovery.insist(lambda: known[name].to(self.live.device))
             return True
 
         self._tried(leave)  # as far as the host has room
@@ -422,7 +457,7 @@ class Survivor:
 
     def _commit(self) -> None:
         """The optimizer's step, and what follows it once."""
-        scaler, hosted = self._live.scaler, len(self._guard.hosted)
+        scaler, hosted = self.live.scaler, len(self._guard.hosted)
         if scaler is None:
             self._guard.step()
         else:
@@ -430,14 +465,18 @@ class Survivor:
         self._recovery.insist(lambda: self.optimizer.zero_grad(set_to_none=True))
         if self._votes is not None and self._most(len(self._guard.hosted))[0]:
             self._votes.spread_parameters(self.model)
-        if len(self._guard.hosted) > hosted and self._recovery.last is not None:
-            rung = Rung.PLAIN if self._ladder is None else self._ladder.level.rung
-            evidence = f"states of {len(self._guard.hosted)} parameters are on the host"
-            self._tell("hosted", rung, self._recovery.last.message, evidence)
+        self._tell_of_hosted(hosted)
         if scaler is not None:
             self._recovery.insist(scaler.update)
         if self._scheduler is not None:
             self._recovery.insist(self._scheduler.step)
+
+    def _tell_of_hosted(self, before: int) -> None:
+        """Say that states went to the host in this step, if they did."""
+        if len(self._guard.hosted) > before and self._recovery.last is not None:
+            rung = Rung.PLAIN if self._ladder is None else self._ladder.level.rung
+            evidence = f"states of {len(self._guard.hosted)} parameters are on the host"
+            self._tell("hosted", rung, self._recovery.last.message, evidence)
 
     def _scaled_step(self, scaler: torch.amp.GradScaler) -> None:
         """The step as a scaler takes it: not at all where a gradient is no number."""

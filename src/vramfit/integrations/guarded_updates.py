@@ -1,0 +1,71 @@
+"""What trainers share whose steps outlive running out of memory: their options, and the optimizer's step by slices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from vramfit.api.survival_api import survive
+from vramfit.errors import UsageError
+from vramfit.integrations.plan_callbacks import put
+from vramfit.runtime.survival.survivor import Survivor
+
+
+class GuardedUpdate:
+    """Stands for an optimizer's ``step`` in a training that outlives running out of memory.
+
+    Args:
+        survivor: of the training.
+        plain: the optimizer's step as it was, which the slices take.
+    """
+
+    def __init__(self, survivor: Survivor, plain: Callable[..., Any]) -> None:
+        self._survivor, self._plain = survivor, plain
+
+    def __call__(self, closure: Callable[[], Any] | None = None) -> Any:
+        """The step; it ends, unless the host has no room either.
+
+        Args:
+            closure: goes forward and backward first, as torch's optimizers call it.
+
+        Returns:
+            what the closure gave.
+        """
+        result = None if closure is None else closure()
+        back = put(self._survivor.optimizer, "step", self._plain)
+        try:
+            self._survivor.update()
+        finally:
+            back()
+        return result
+
+
+def trainer_survivor(model: nn.Module, optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> Survivor:
+    """A survivor of a training whose loop is a trainer's.
+
+    Args:
+        options: as `vramfit.survive` takes them.
+
+    Raises:
+        UsageError: an option is none, or has no such value.
+    """
+    unknown = options.keys() - {"numerics", "reduction", "labels", "patience", "on_event"}
+    if unknown:
+        raise UsageError(
+            f"{sorted(unknown)[0]} is no option of surviving in a trainer",
+            "Give numerics, reduction, labels, patience or on_event; losses, clipping and schedules are the trainer's",
+        )
+    return survive(model, optimizer, **options)
+
+
+def check_options(options: dict[str, Any]) -> None:
+    """Say at once what is wrong with options.
+
+    Raises:
+        UsageError: as `trainer_survivor` raises it.
+    """
+    nothing = nn.ParameterList([nn.Parameter(torch.zeros(1))])  # drawn numbers would change the training's
+    trainer_survivor(nothing, torch.optim.SGD(nothing.parameters()), options)

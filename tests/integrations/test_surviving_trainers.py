@@ -1,0 +1,151 @@
+"""Trainings by others' loops that run out of memory in between are those that do not, bit for bit."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.integrations.training import check_same, plan_with
+from tests.runtime.faults import Faults
+
+from vramfit.errors import UsageError
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+pytest.importorskip("lightning")
+
+from tests.integrations import test_lightning_plan as by_lightning  # it needs lightning
+from tests.integrations import test_transformers_plan as by_trainer  # it needs transformers
+
+from vramfit.integrations.lightning import PlanCallback as LightningPlan
+from vramfit.integrations.surviving_lightning import LightningSurvivalCallback
+from vramfit.integrations.surviving_trainer import TrainerSurvivalCallback
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore"
+)  # both advise on data loaders, devices and their own renames
+
+UPDATES: dict[str, Any] = {"optim": "adamw_torch", "gradient_accumulation_steps": 2, "max_steps": 2}
+
+
+def with_trainer(folder: Path, faults: Faults | None = None, **options: Any) -> tuple[Any, Any]:
+    """A model with dropout after two updates of two batches each, and the callback."""
+    model = by_trainer.language_model(0.1)
+    trainer = by_trainer.trainer_for(model, folder, **UPDATES)
+    callback = TrainerSurvivalCallback(trainer, **options)
+    trainer.add_callback(callback)
+    with faults or contextlib.nullcontext():
+        trainer.train()
+    return trainer, callback
+
+
+def with_lightning(faults: Faults | None = None, **options: Any) -> tuple[Any, Any]:
+    """A module with dropout after an epoch of three batches, and the callback."""
+    module, callback = by_lightning.Speaker(0.1), LightningSurvivalCallback(**options)
+    with faults or contextlib.nullcontext():
+        by_lightning.fit(module, callbacks=[callback], max_epochs=1)
+    return module, callback
+
+
+@pytest.fixture(scope="module")
+def plain_trainer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    trainer = by_trainer.trainer_for(
+        by_trainer.language_model(0.1), tmp_path_factory.mktemp("plain"), **UPDATES
+    )
+    trainer.train()
+    return trainer
+
+
+@pytest.fixture(scope="module")
+def plain_module() -> Any:
+    module = by_lightning.Speaker(0.1)
+    by_lightning.fit(module, max_epochs=1)
+    return module
+
+
+def logged(module: Any) -> dict[str, float]:
+    return {name: float(value) for name, value in module.trainer.callback_metrics.items()}
+
+
+def test_without_a_shortage_the_trainer_trains_as_without_the_callback(
+    tmp_path: Path, plain_trainer: Any
+) -> None:
+    trainer, callback = with_trainer(tmp_path)
+    check_same(trainer.model.state_dict(), plain_trainer.model.state_dict(), exact=True)
+    assert by_trainer.losses(trainer) == by_trainer.losses(plain_trainer)
+    assert callback.events == [] and "training_step" not in vars(trainer)
+
+
+# Of some 1,000 allocations of both updates: forward, backward, optimizer's steps.
+@pytest.mark.parametrize("at", [40, 350, 480, 800])
+def test_the_trainer_trains_on_as_if_memory_had_sufficed(tmp_path: Path, at: int, plain_trainer: Any) -> None:
+    faults = Faults(at)
+    trainer, _ = with_trainer(tmp_path, faults)
+    assert faults.raised == 1
+    check_same(trainer.model.state_dict(), plain_trainer.model.state_dict(), exact=True)
+    assert by_trainer.losses(trainer) == by_trainer.losses(plain_trainer)
+
+
+def test_the_trainer_goes_on_in_micro_batches(tmp_path: Path) -> None:
+    expected = by_trainer.trainer_for(by_trainer.language_model(), tmp_path, **UPDATES)
+    expected.train()
+    trainer = by_trainer.trainer_for(by_trainer.language_model(), tmp_path, **UPDATES)
+    callback = TrainerSurvivalCallback(trainer)
+    trainer.add_callback(callback)
+    with Faults(40, 41):
+        trainer.train()
+    assert [(event.kind, event.pieces) for event in callback.events] == [("retry", 1), ("up", 2)]
+    check_same(trainer.model.state_dict(), expected.model.state_dict(), exact=False)
+    assert by_trainer.losses(trainer) == pytest.approx(by_trainer.losses(expected), rel=1e-4)
+
+
+def test_without_a_shortage_lightning_trains_as_without_the_callback(plain_module: Any) -> None:
+    module, callback = with_lightning()
+    check_same(module.state_dict(), plain_module.state_dict(), exact=True)
+    assert module.seen == plain_module.seen and logged(module) == logged(plain_module)
+    assert callback.events == [] and "optimizer_step" not in vars(module.trainer.strategy)
+
+
+# Of 474 allocations: forward, backward after values were logged, an optimizer's step, the last batch.
+@pytest.mark.parametrize("at", [20, 90, 135, 400])
+def test_lightning_trains_and_logs_as_if_memory_had_sufficed(at: int, plain_module: Any) -> None:
+    faults = Faults(at)
+    module, _ = with_lightning(faults)
+    assert faults.raised == 1
+    check_same(module.state_dict(), plain_module.state_dict(), exact=True)
+    assert module.seen == plain_module.seen and logged(module) == logged(plain_module)
+
+
+def test_lightning_goes_on_in_micro_batches() -> None:
+    expected = by_lightning.Speaker()
+    by_lightning.fit(expected, max_epochs=1)
+    module, callback = by_lightning.Speaker(), LightningSurvivalCallback()
+    with Faults(60, 61):
+        by_lightning.fit(module, callbacks=[callback], max_epochs=1)
+    assert [(event.kind, event.pieces) for event in callback.events] == [("retry", 1), ("up", 2)]
+    check_same(module.state_dict(), expected.state_dict(), exact=False)
+    assert logged(module) == pytest.approx(logged(expected), rel=1e-4)
+
+
+def test_what_does_not_go_together_is_one_line(tmp_path: Path) -> None:
+    plan = plan_with(activation_checkpointing={})
+    with pytest.raises(UsageError, match="clip_norm is no option of surviving in a trainer"):
+        LightningSurvivalCallback(clip_norm=1.0)
+    trainer = by_trainer.trainer_for(by_trainer.language_model(), tmp_path, plan, **UPDATES)
+    trainer.add_callback(TrainerSurvivalCallback(trainer))
+    with pytest.raises(UsageError, match="the Trainer has a plan"):
+        trainer.train()
+    for callbacks, options, line in (
+        ([LightningPlan(plan)], {}, "the fit has a plan"),
+        ([], {"accumulate_grad_batches": 2}, "accumulate_grad_batches=2 goes past the step"),
+    ):
+        with pytest.raises(UsageError, match=line):
+            by_lightning.fit(
+                by_lightning.Speaker(), callbacks=[*callbacks, LightningSurvivalCallback()], **options
+            )
+    state = torch.get_rng_state()
+    LightningSurvivalCallback(numerics="bitwise")
+    assert torch.equal(torch.get_rng_state(), state)
