@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests import warm
 
 from cli.conftest import Invocation
 from vramfit.api import programs
@@ -50,9 +51,7 @@ def command(*arguments: object) -> list[str]:
 
 
 def run(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(*arguments), capture_output=True, text=True, timeout=120, check=False, **options
-    )
+    return warm.run(command(*arguments), capture_output=True, text=True, timeout=120, check=False, **options)
 
 
 def test_every_form_of_the_report_is_written(script: Path, tmp_path: Path) -> None:
@@ -99,7 +98,7 @@ def test_however_a_program_ends_there_is_a_report(script: Path, how: str, code: 
 
 
 def test_told_to_stop_it_reports_what_it_has(script: Path) -> None:
-    with subprocess.Popen(
+    with warm.Popen(
         command("--device", "cpu", script, "time.sleep(60)"), stdout=subprocess.PIPE, text=True
     ) as running:
         assert running.stdout is not None
@@ -113,7 +112,7 @@ def test_told_to_stop_it_reports_what_it_has(script: Path) -> None:
 @pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("send", [os.killpg, os.kill], ids=["of all", "of the parent alone"])
 def test_an_interrupt_reports_what_it_has(script: Path, send: Any) -> None:
-    with subprocess.Popen(
+    with warm.Popen(
         command("--device", "cpu", script, "time.sleep(60)"),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -131,7 +130,7 @@ def test_when_all_is_killed_the_journal_lies_beside_the_trace(
     vramfit: Any, script: Path, tmp_path: Path
 ) -> None:
     trace = tmp_path / "run.vft"
-    with subprocess.Popen(
+    with warm.Popen(
         command("--device", "cpu", "--trace", trace, script, "time.sleep(60)"),
         stdout=subprocess.PIPE,
         text=True,

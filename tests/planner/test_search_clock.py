@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import tomllib
 from dataclasses import dataclass, replace
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests import warm
 from tests.planner.test_search import CONTEXT, GPU, MIB, workload
 
 from vramfit.errors import UsageError
@@ -201,7 +201,7 @@ def test_ctrl_c_writes_the_best_plan_so_far(tmp_path: Path) -> None:
         "-o",
         str(plan),
     ]
-    ran = subprocess.run(
+    ran = warm.run(
         [sys.executable, "-m", "vramfit", *command],
         capture_output=True,
         text=True,

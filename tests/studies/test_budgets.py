@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests import warm
 
 ROOT = Path(__file__).parents[2]
 SAMPLE = [4, 6, 8, 9]
@@ -17,7 +18,7 @@ SAMPLE = [4, 6, 8, 9]
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+    return warm.run(
         [sys.executable, ROOT / "studies" / "budgets.py", *map(str, arguments)],
         capture_output=True,
         text=True,
@@ -72,7 +73,7 @@ def test_without_its_plan_a_program_exceeds_the_budget(results: Path) -> None:
         "from random_budgets.trial import measure\n"
         "print(json.dumps(measure(draw(0, 9), None)))\n"
     )
-    done = subprocess.run(
+    done = warm.run(
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,

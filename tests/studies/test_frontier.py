@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from frontier_parts.peers import Peer
 from frontier_parts.rows import Found, Kept, Row, budgeted, settings
 from frontier_parts.subjects import MIB, Subject, subjects
 from frontier_parts.table import Verdict, judge, page
+from tests import warm
 from tests.virtual.conftest import fit_interpreter
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -38,7 +38,7 @@ def test_plans_at_three_budgets_compute_no_more_than_any_peer_within_them(tmp_pa
     asked = ["--only", "sample", "--kinds", "eager", "uniform", "selective", "plan"]
     asked += ["--results", str(results), "--write", str(written)]
     command = [sys.executable, str(ROOT / "studies" / "frontier.py"), *asked]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = warm.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     judged = judge(subjects()["sample"], Kept(results).of("sample"))
     assert len(judged.comparisons) == 3
