@@ -25,20 +25,28 @@ import tempfile
 import threading
 import time
 import traceback
+import warnings
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from vramfit.launch import starting
+from vramfit.launch import interrupts, starting
 
 CHILDREN = frozenset(
-    {"vramfit.planner.planner_child", "vramfit.record.record_child", "vramfit.virtual.virtual_child"}
+    {
+        "vramfit",
+        "vramfit.calibrate.worker",
+        "vramfit.planner.planner_child",
+        "vramfit.record.record_child",
+        "vramfit.virtual.virtual_child",
+    }
 )
-"""What vramfit starts itself."""
+"""What vramfit starts itself, or a test in the place of that."""
 
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER, linux/prctl.h
-_READ_AT_START = ("PYTHON", "LD_", "OMP_", "MKL_", "OPENBLAS_", "TORCH", "PYTORCH", "CUDA")
+_READ_AT_START = ("PYTHON", "LD_", "OMP_", "MKL_", "OPENBLAS_", "TORCH", "PYTORCH")
 """Beginnings of variables that interpreters and libraries read when they start: they must be the nursery's."""
 
 _OWN_PROCESS = "VRAMFIT_TESTS_NURSERY"
@@ -62,7 +70,10 @@ def program_of(arguments: Sequence[str]) -> dict[str, Any] | None:
 
 
 def _read_at_start(environ: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environ.items() if name.startswith(_READ_AT_START)}
+    found = {name: value for name, value in environ.items() if name.startswith(_READ_AT_START)}
+    if found.get("PYTHONWARNINGS") == "ignore":  # a fork can do that too
+        del found["PYTHONWARNINGS"]
+    return found
 
 
 class Popen(subprocess.Popen[Any]):
@@ -75,7 +86,8 @@ class Popen(subprocess.Popen[Any]):
         environ = dict(os.environ if env is None else env)
         plain = executable is None and preexec is None and not passed and group in (-1, None)
         here = _OWN_PROCESS in os.environ
-        if found is None or not plain or not (here or _nursery().takes(environ)):
+        linux = sys.platform == "linux"
+        if found is None or not plain or not (here or (linux and _nursery().takes(environ))):
             super()._execute_child(*given)  # type: ignore[misc]
             return
         child_input, _, _, child_output, _, child_errors = pipes
@@ -154,7 +166,7 @@ class Nursery:
 
     def takes(self, environ: Mapping[str, str]) -> bool:
         """Whether a child with these variables can be forked."""
-        return sys.platform == "linux" and _read_at_start(environ) == self._environ
+        return _read_at_start(environ) == self._environ
 
     def child(self, asked: dict[str, Any], files: list[int]) -> int:
         """Fork a child of this process; returns its number."""
@@ -283,19 +295,21 @@ def _settle(asked: dict[str, Any], files: list[int]) -> None:
     )
     sys.stdout.reconfigure(write_through=unbuffered)
     sys.stderr.reconfigure(line_buffering=True, write_through=unbuffered)
+    if os.environ.get("PYTHONWARNINGS") == "ignore":
+        warnings.simplefilter("ignore")
     tempfile.tempdir = None
+    weakref.finalize._registry.clear()  # type: ignore[attr-defined]  # temporary folders are their maker's to delete
     name = asked["name"]
     first = {"module": asked["cwd"], "code": "", "script": str(Path(name).resolve().parent)}[asked["kind"]]
     sys.path[:1] = [] if asked["safe"] else [first]
     sys.argv = [{"module": "-m", "code": "-c", "script": name}[asked["kind"]], *asked["arguments"]]
-
-    from vramfit.launch import interrupts
 
     interrupts.start = start
 
 
 def _import_everything() -> None:
 
+    import vramfit.calibrate.worker
     import vramfit.cli
     import vramfit.planner.planner_child
     import vramfit.record.record_child

@@ -1,7 +1,6 @@
 """The pytest plugin as its users have it: test files of their own, run by pytest in a process of its own."""
 
 import os
-import subprocess
 import sys
 import textwrap
 import xml.etree.ElementTree as ElementTree
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from tests import warm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ def run_pytest(
     environ = dict(os.environ)
     if "--vram-gpu" not in arguments and "--gpu" not in launcher:
         environ["CUDA_VISIBLE_DEVICES"] = ""
-    done = subprocess.run(
+    done = warm.run(
         [sys.executable, *launcher, "--junitxml=junit.xml", "-p", "no:cacheprovider", *_ALONE, *arguments],
         cwd=folder,
         capture_output=True,
