@@ -49,8 +49,12 @@ _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER, linux/prctl.h
 _READ_AT_START = ("PYTHON", "LD_", "OMP_", "MKL_", "OPENBLAS_", "TORCH", "PYTORCH")
 """Beginnings of variables that interpreters and libraries read when they start: they must be the nursery's."""
 
-_OWN_PROCESS = "VRAMFIT_TESTS_NURSERY"
+_READ_LATER = frozenset({"TORCHINDUCTOR_CACHE_DIR"})
+"""Variables among these that are read whenever they are needed; torch sets this one itself."""
+
 _lock = threading.Lock()
+_computes_nothing = False
+"""Whether this process may fork by itself: it is a fork, and one of ours that leaves computing to its children."""
 
 
 def program_of(arguments: Sequence[str]) -> dict[str, Any] | None:
@@ -70,7 +74,8 @@ def program_of(arguments: Sequence[str]) -> dict[str, Any] | None:
 
 
 def _read_at_start(environ: Mapping[str, str]) -> dict[str, str]:
-    found = {name: value for name, value in environ.items() if name.startswith(_READ_AT_START)}
+    names = {name for name in environ if name.startswith(_READ_AT_START)} - _READ_LATER
+    found = {name: environ[name] for name in names}
     if found.get("PYTHONWARNINGS") == "ignore":  # a fork can do that too
         del found["PYTHONWARNINGS"]
     return found
@@ -85,9 +90,8 @@ class Popen(subprocess.Popen[Any]):
         found = None if isinstance(arguments, (str, bytes)) or shell else program_of(arguments)
         environ = dict(os.environ if env is None else env)
         plain = executable is None and preexec is None and not passed and group in (-1, None)
-        here = _OWN_PROCESS in os.environ
         linux = sys.platform == "linux"
-        if found is None or not plain or not (here or (linux and _nursery().takes(environ))):
+        if found is None or not plain or not (_computes_nothing or (linux and _nursery().takes(environ))):
             super()._execute_child(*given)  # type: ignore[misc]
             return
         child_input, _, _, child_output, _, child_errors = pipes
@@ -98,7 +102,7 @@ class Popen(subprocess.Popen[Any]):
             "environ": environ,
             "session": bool(session),
         }
-        if here:
+        if _computes_nothing:
             self.pid = os.fork()
             if self.pid == 0:
                 _become(asked, files)
@@ -148,21 +152,31 @@ def run(
 class Nursery:
     """A process that has imported everything and forks when it is asked to."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, forked: bool = False) -> None:
         self.owner = os.getpid()
         self._environ = _read_at_start(os.environ)
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._libc = ctypes.CDLL(None)
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                cwd=Path(__file__).parents[1],
-            )
-        atexit.register(self._socket.close)
+            if not forked:
+                self._process = subprocess.Popen(
+                    [sys.executable, __file__, str(theirs.fileno())],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    cwd=Path(__file__).parents[1],
+                )
+            elif os.fork() == 0:
+                _serve_beside(self._socket, theirs)
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        """Let it end."""
+        self._socket.close()
+        if os.getpid() == self.owner and hasattr(self, "_process"):
+            self._process.kill()
+            self._process.wait()
 
     def takes(self, environ: Mapping[str, str]) -> bool:
         """Whether a child with these variables can be forked."""
@@ -181,6 +195,8 @@ class Nursery:
 
 
 _nurseries: list[Nursery] = []
+_path: list[str] = []
+"""Where a nursery finds modules, without the folder of its own script."""
 
 
 def _nursery() -> Nursery:
@@ -188,6 +204,18 @@ def _nursery() -> Nursery:
     if not _nurseries or _nurseries[0].owner != os.getpid():
         _nurseries[:] = [Nursery()]
     return _nurseries[0]
+
+
+def _serve_beside(ours: socket.socket, orders: socket.socket) -> NoReturn:
+    """Be the nursery of the process that this one was forked from."""
+    try:
+        ours.close()
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for stream in range(3):  # who waits for their end does not wait for this process
+            os.dup2(nothing, stream)
+        _serve(orders)
+    finally:
+        os._exit(0)
 
 
 def _serve(orders: socket.socket) -> None:
@@ -212,9 +240,8 @@ def _fork_and_end(number: int, asked: dict[str, Any], files: list[int]) -> NoRet
     if child:
         os.write(number, str(child).encode())
         os._exit(0)
-    while (
-        os.getppid() == here
-    ):  # told by nothing else: files of a process are closed before its children move
+    # Told by nothing else: the files of a process are closed before its children move.
+    while os.getppid() == here:
         time.sleep(0.0005)
     _become(asked, files)
 
@@ -286,7 +313,6 @@ def _settle(asked: dict[str, Any], files: list[int]) -> None:
     os.chdir(asked["cwd"])
     os.environ.clear()
     os.environ.update(asked["environ"])
-    os.environ[_OWN_PROCESS] = "1"
     unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
     sys.stdin = sys.__stdin__ = open(0, closefd=False)  # noqa: SIM115
     sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)  # noqa: SIM115
@@ -301,10 +327,14 @@ def _settle(asked: dict[str, Any], files: list[int]) -> None:
     weakref.finalize._registry.clear()  # type: ignore[attr-defined]  # temporary folders are their maker's to delete
     name = asked["name"]
     first = {"module": asked["cwd"], "code": "", "script": str(Path(name).resolve().parent)}[asked["kind"]]
-    sys.path[:1] = [] if asked["safe"] else [first]
+    sys.path[:] = [*([] if asked["safe"] else [first]), *_path]
     sys.argv = [{"module": "-m", "code": "-c", "script": name}[asked["kind"]], *asked["arguments"]]
 
-    interrupts.start = start
+    global _computes_nothing
+    _computes_nothing = name == "vramfit"
+    # A script may compute before it starts a child, and what has computed cannot be forked. A child of ours starts none.
+    _nurseries[:] = [Nursery(forked=True)] if asked["kind"] != "module" else []
+    interrupts.start = start if _computes_nothing or _nurseries else starting.start
 
 
 def _import_everything() -> None:
@@ -317,12 +347,15 @@ def _import_everything() -> None:
     import vramfit.virtual.ranks.one_process
     import vramfit.virtual.virtual_child  # noqa: F401
 
+    _path[:] = sys.path[1:]
     # What was imported stays out of collections: runs collect often.
     gc.collect()
     gc.freeze()
 
 
 if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).parents[1])
+
     import tests.warm  # under the name by which forks find it
 
     tests.warm._import_everything()
