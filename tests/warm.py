@@ -332,9 +332,10 @@ def _settle(asked: dict[str, Any], files: list[int]) -> None:
 
     global _computes_nothing
     _computes_nothing = name == "vramfit"
-    # A script may compute before it starts a child, and what has computed cannot be forked. A child of ours starts none.
-    _nurseries[:] = [Nursery(forked=True)] if asked["kind"] != "module" else []
-    interrupts.start = start if _computes_nothing or _nurseries else starting.start
+    # A script may compute before it starts a child, and what has computed cannot be forked.
+    beside = asked["kind"] != "module" or name == "pytest"
+    _nurseries[:] = [Nursery(forked=True)] if beside else []
+    interrupts.start = start if beside or _computes_nothing else starting.start
 
 
 def _import_everything() -> None:

@@ -259,7 +259,7 @@ def test_signals_reach_the_program(tmp_path: Path) -> None:
 @pytest.mark.parametrize("send", [os.killpg, os.kill], ids=["of all", "of the parent alone"])
 def test_an_interrupt_ends_the_program_as_python_does(tmp_path: Path, send: Any) -> None:
     script = write(tmp_path / "script.py", "import time\nprint('ready', flush=True)\ntime.sleep(60)\n")
-    with warm.Popen(
+    with subprocess.Popen(
         command("run", "--gpu", GPU, script),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
