@@ -195,7 +195,7 @@ def test_a_plan_caches_gradients_where_the_loss_has_no_pieces() -> None:
     asked = Workload(
         model=lambda: nn.Sequential(*(Block() for _ in range(3))),
         batch=pair,
-        sizes={"batch_size": 256},
+        sizes={"batch_size": 1024},
         loss=info_nce,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
     )
