@@ -7,6 +7,7 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
+from tests import warm
 
 
 @pytest.hookimpl(wrapper=True)
@@ -36,6 +37,12 @@ def no_profiles(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mo
 def no_searches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep what searches for plans saw from the user's cache and from other tests."""
     monkeypatch.setenv("VRAMFIT_CACHE_DIR", str(tmp_path / "searches"))
+
+
+@pytest.fixture(autouse=True)
+def warm_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the children that vramfit starts for this process begin with everything imported (see `tests.warm`)."""
+    monkeypatch.setattr("vramfit.launch.interrupts.start", warm.start)
 
 
 @pytest.fixture(autouse=True)

@@ -7,11 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests import warm
+
 ROOT = Path(__file__).parents[2]
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+    return warm.run(
         [sys.executable, ROOT / "benchmarks" / "overhead.py", *map(str, arguments)],
         capture_output=True,
         text=True,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +11,7 @@ import plans_on_card
 import pytest
 import torch
 from plans_on_card import Case, Row, fully_checkpointed, measure_all, table
+from tests import warm
 from tests.cli.test_plan import WORKLOADS
 
 import vramfit
@@ -76,9 +76,7 @@ def test_a_row_holds_only_as_a_whole() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card here")
 def test_without_a_card_it_says_so() -> None:
-    done = subprocess.run(
-        [sys.executable, plans_on_card.__file__], capture_output=True, text=True, check=False
-    )
+    done = warm.run([sys.executable, plans_on_card.__file__], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.startswith("PyTorch sees no CUDA card on this machine, so no plan can be run on one.")

@@ -19,6 +19,7 @@ from comparing.results import Results
 from comparing.rows import Figure, Tool
 from configurations import ALL
 from recording import store
+from tests import warm
 
 import record
 from vramfit.errors import TraceFormatError, VramfitError
@@ -31,7 +32,7 @@ def run(script: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]
     # A setting of the machine must not decide what is recorded.
     environment = {**os.environ, "PYTORCH_ALLOC_CONF": "roundup_power2_divisions:4"}
     command = [sys.executable, str(BENCHMARKS / script), *map(str, arguments)]
-    return subprocess.run(
+    return warm.run(
         command, capture_output=True, text=True, env=environment, cwd=BENCHMARKS.parent, check=False
     )
 

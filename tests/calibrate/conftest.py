@@ -1,6 +1,7 @@
 """The virtual GPU inside the test process."""
 
 import pytest
+from tests import warm
 
 from vramfit.virtual import build_shim
 
@@ -10,3 +11,9 @@ def fit_interpreter() -> None:
     """Prepare autograd before any test runs a CPU backward pass; see tests/virtual/conftest.py."""
     build_shim.install()
     build_shim.self_check()
+
+
+@pytest.fixture
+def warm_children(warm_children: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let workers begin with everything imported, too."""
+    monkeypatch.setattr("vramfit.calibrate.worker.start", warm.start)

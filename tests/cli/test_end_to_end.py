@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests import warm
 
 from cli.conftest import Invocation
 
@@ -40,7 +41,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def run(*arguments: str) -> int:
     """Exit code of ``vramfit run``, in a process of its own."""
     command = [sys.executable, "-m", "vramfit", "run", *arguments]
-    return subprocess.run(command, capture_output=True, check=False).returncode
+    return warm.run(command, capture_output=True).returncode
 
 
 @pytest.fixture(params=["virtual", "cpu"])

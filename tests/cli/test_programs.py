@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests import warm
 
 SCRIPT = """
 import argparse, sys
@@ -38,7 +39,7 @@ def project(tmp_path: Path) -> Path:
 
 def vramfit(project: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "vramfit", *arguments]
-    return subprocess.run(command, cwd=project, capture_output=True, text=True, timeout=120)
+    return warm.run(command, cwd=project, capture_output=True, text=True, timeout=120)
 
 
 def test_a_script_keeps_its_imports_paths_arguments_and_exit_code(project: Path) -> None:

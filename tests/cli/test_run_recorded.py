@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests import warm
 
 from cli.conftest import Invocation
 from vramfit.api import programs
@@ -50,9 +51,7 @@ def command(*arguments: object) -> list[str]:
 
 
 def run(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(*arguments), capture_output=True, text=True, timeout=120, check=False, **options
-    )
+    return warm.run(command(*arguments), capture_output=True, text=True, timeout=120, check=False, **options)
 
 
 def test_every_form_of_the_report_is_written(script: Path, tmp_path: Path) -> None:
@@ -76,7 +75,10 @@ def test_every_form_of_the_report_is_written(script: Path, tmp_path: Path) -> No
 
 
 def test_past_the_budget_it_does_not_fit(script: Path) -> None:
-    done = run("--device", "cpu", "--budget", "1MiB", script)
+    asked = command("--device", "cpu", "--budget", "1MiB", script)
+    done = subprocess.run(
+        asked, capture_output=True, text=True, check=False
+    )  # cold: its own frames are told apart
     assert done.returncode == 3
     assert "does not fit CPU with a budget of 1.00 MiB" in done.stdout and "train.py:" in done.stdout
     assert "CUDA out of memory" in done.stderr
@@ -99,7 +101,7 @@ def test_however_a_program_ends_there_is_a_report(script: Path, how: str, code: 
 
 
 def test_told_to_stop_it_reports_what_it_has(script: Path) -> None:
-    with subprocess.Popen(
+    with warm.Popen(
         command("--device", "cpu", script, "time.sleep(60)"), stdout=subprocess.PIPE, text=True
     ) as running:
         assert running.stdout is not None
@@ -113,7 +115,7 @@ def test_told_to_stop_it_reports_what_it_has(script: Path) -> None:
 @pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("send", [os.killpg, os.kill], ids=["of all", "of the parent alone"])
 def test_an_interrupt_reports_what_it_has(script: Path, send: Any) -> None:
-    with subprocess.Popen(
+    with warm.Popen(
         command("--device", "cpu", script, "time.sleep(60)"),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -131,7 +133,7 @@ def test_when_all_is_killed_the_journal_lies_beside_the_trace(
     vramfit: Any, script: Path, tmp_path: Path
 ) -> None:
     trace = tmp_path / "run.vft"
-    with subprocess.Popen(
+    with warm.Popen(
         command("--device", "cpu", "--trace", trace, script, "time.sleep(60)"),
         stdout=subprocess.PIPE,
         text=True,

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests import warm
 
 from analysis.synthetic import fitting_run
 
@@ -46,9 +47,7 @@ def closed_pipe() -> Iterator[int]:
 
 def run(line: str, trace: Path, **streams: object) -> subprocess.CompletedProcess[str]:
     arguments = line.format(trace=trace, folder=trace.parent).split()
-    return subprocess.run(  # type: ignore[call-overload,no-any-return]
-        [sys.executable, "-m", "vramfit", *arguments], text=True, check=False, **streams
-    )
+    return warm.run([sys.executable, "-m", "vramfit", *arguments], text=True, check=False, **streams)
 
 
 @pytest.mark.parametrize("line", VERBS)

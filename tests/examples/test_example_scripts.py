@@ -1,11 +1,11 @@
 """Every example is a complete script of its own that knows nothing of vramfit."""
 
 import ast
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tests import warm
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPTS = sorted(EXAMPLES.glob("*.py"))
@@ -27,7 +27,7 @@ for path in sys.argv[1:]:
 @pytest.fixture(scope="module")
 def help_texts() -> dict[str, str]:
     """What each script prints for --help, by file name."""
-    done = subprocess.run(
+    done = warm.run(
         [sys.executable, "-c", PRINT_HELP, *map(str, SCRIPTS)],
         capture_output=True,
         text=True,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests import warm
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -49,7 +49,7 @@ def run(gpu: str, script: str, *arguments: str, cwd: Path) -> tuple[int, dict[st
     )
     environ = {name: value for name, value in os.environ.items() if name not in settings}
     command = [sys.executable, "-m", "vramfit", "run", "--gpu", gpu, "--json", str(cwd / "report.json")]
-    done = subprocess.run(
+    done = warm.run(
         [*command, str(EXAMPLES / f"{script}.py"), *arguments],
         cwd=cwd,
         env=environ,

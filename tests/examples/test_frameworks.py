@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from itertools import pairwise
@@ -19,6 +18,7 @@ from typing import Any
 import pytest
 from filelock import FileLock, Timeout
 from framework_cases import GROUPS
+from tests import warm
 
 SCRIPTS = Path(__file__).parents[2] / "examples" / "frameworks"
 CASES = {name: case for group in GROUPS.values() for name, case in group.items()}
@@ -70,7 +70,7 @@ def _run_scripts(group: str, folder: Path, cases: Path) -> None:
     environ = {
         name: value for name, value in os.environ.items() if not name.startswith(("CUBLAS", "PYTORCH"))
     }
-    done = subprocess.run(
+    done = warm.run(
         [sys.executable, str(Path(__file__).with_name("framework_runs.py")), str(cases), str(folder)],
         cwd=folder,
         env=environ,

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tests import warm
 
 ROOT = Path(__file__).parents[2]
 
 
 def _on_card(*words: str) -> str:
     command = [sys.executable, "-m", "vramfit", "run", "--gpu", "RTX 3060", *words]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    ended = warm.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
 

@@ -5,11 +5,13 @@ import subprocess
 import sys
 import textwrap
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tests import warm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,15 +30,22 @@ _ALONE = ("-p", "no:zarr")
 
 
 def run_pytest(
-    folder: Path, files: dict[str, str], *arguments: str, launcher: Sequence[str] = ("-m", "pytest")
+    folder: Path,
+    files: dict[str, str],
+    *arguments: str,
+    launcher: Sequence[str] = ("-m", "pytest"),
+    start: Callable[..., Any] = warm.run,
 ) -> Outcome:
-    """Write the files and run pytest on them; the real card, if there is one, is hidden."""
+    """Write the files and run pytest on them; the real card, if there is one, is hidden.
+
+    What asks for the modules that were imported is started by ``subprocess.run``.
+    """
     for name, text in files.items():
         (folder / name).write_text(textwrap.dedent(text))
     environ = dict(os.environ)
     if "--vram-gpu" not in arguments and "--gpu" not in launcher:
         environ["CUDA_VISIBLE_DEVICES"] = ""
-    done = subprocess.run(
+    done = start(
         [sys.executable, *launcher, "--junitxml=junit.xml", "-p", "no:cacheprovider", *_ALONE, *arguments],
         cwd=folder,
         capture_output=True,
@@ -523,7 +532,7 @@ def test_usage_errors_name_the_test_and_import_no_torch(tmp_path: Path) -> None:
                     pass
         """,
     }
-    outcome = run_pytest(tmp_path, files)
+    outcome = run_pytest(tmp_path, files, start=subprocess.run)
     assert outcome.code == pytest.ExitCode.USAGE_ERROR
     assert "test_it.py::test_one: limit_vram: '2 stones' is not a size" in outcome.output
     assert "test_it.py::TestUnit::test_two: no_vram_leak repeats plain test functions" in outcome.output
@@ -548,7 +557,7 @@ def test_where_nothing_uses_it_it_costs_and_says_nothing(tmp_path: Path) -> None
                 assert not {"torch", "numpy", "rich", "typer"} & set(sys.modules)
         """,
     }
-    outcome = run_pytest(tmp_path, files)
+    outcome = run_pytest(tmp_path, files, start=subprocess.run)
     assert outcome.code == 0
     assert "vram:" not in outcome.output
 

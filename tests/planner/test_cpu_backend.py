@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import gc
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
+from tests import warm
 from tests.techniques.toys import all_toys
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
@@ -97,7 +97,7 @@ def test_measuring_the_machine_is_no_part_of_a_run() -> None:
         "assert looks[0].intervals == looks[1].intervals, looks\n"
         "assert max(s.peak_bytes for s in looks[0].intervals) < 1 << 16, looks\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = warm.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 

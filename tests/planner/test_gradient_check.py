@@ -173,7 +173,7 @@ def test_a_technique_that_does_not_keep_its_word_is_no_part_of_the_plan(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     workload = Workload(
-        model=lambda: nn.Sequential(*(Layer() for _ in range(6))),
+        model=lambda: nn.Sequential(*(Layer() for _ in range(4))),
         batch=lambda batch_size: torch.randn(batch_size, 256),
         sizes={"batch_size": 1 << 15},
         loss=lambda model, batch: model(batch).square().mean(),

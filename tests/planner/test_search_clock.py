@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import os
-import subprocess
 import sys
 import tomllib
 from dataclasses import dataclass, replace
@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests import warm
 from tests.planner.test_search import CONTEXT, GPU, MIB, workload
 
 from vramfit.errors import UsageError
@@ -77,6 +78,13 @@ def searched(limit: float | None, interrupt_at: int = 0, **other: Any) -> tuple[
     ), device
 
 
+@functools.cache
+def whole_search() -> tuple[Plan, int]:
+    """The plan of a search that nothing ends, and the runs that it made."""
+    search, device = searched(1000.0)
+    return search.plan(), device.runs
+
+
 @pytest.mark.parametrize("limit", [4.5, 5.5, 6.5])
 def test_a_limited_search_ends_in_time_with_the_best_so_far(limit: float) -> None:
     search, device = searched(limit)
@@ -94,7 +102,7 @@ def test_a_limited_search_ends_in_time_with_the_best_so_far(limit: float) -> Non
 
 
 def test_a_search_with_time_enough_says_nothing_of_it() -> None:
-    plan = searched(1000.0)[0].plan()
+    plan, _ = whole_search()
     assert plan.solved.stopped is None
     assert not any("best so far" in note for note in plan.notes)
 
@@ -109,9 +117,7 @@ def test_a_search_without_time_for_any_plan_does_not_say_that_nothing_fits() -> 
 
 @pytest.mark.parametrize("late", [0, 1])
 def test_an_interrupted_search_has_the_best_so_far(late: int) -> None:
-    search, device = searched(None)
-    search.plan()
-    last = device.runs if late else 6
+    last = whole_search()[1] if late else 6
     plan = searched(None, last)[0].plan()
     assert plan.fits
     assert plan.solved.stopped == INTERRUPTED
@@ -201,7 +207,7 @@ def test_ctrl_c_writes_the_best_plan_so_far(tmp_path: Path) -> None:
         "-o",
         str(plan),
     ]
-    ran = subprocess.run(
+    ran = warm.run(
         [sys.executable, "-m", "vramfit", *command],
         capture_output=True,
         text=True,

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests import warm
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -28,7 +29,7 @@ def ran_on(ranks: int, steps: int) -> str:
         port = free.getsockname()[1]
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
     started = [
-        subprocess.Popen(
+        warm.Popen(
             [sys.executable, "-m", "tests.runtime.rank_inside", str(steps)],
             cwd=ROOT,
             env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},

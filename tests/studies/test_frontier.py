@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,6 @@ from frontier_parts.table import Verdict, judge, page
 from tests.virtual.conftest import fit_interpreter
 from torch._subclasses.fake_tensor import FakeTensor
 
-ROOT = Path(__file__).parents[2]
-
 __all__ = ["fit_interpreter"]
 
 
@@ -30,30 +27,6 @@ def sample(fit_interpreter: None) -> Subject:
     found = subjects()["sample"]
     found.workload.model()  # what it is copied from is there before anything is counted
     return found
-
-
-@pytest.mark.slow
-def test_plans_at_three_budgets_compute_no_more_than_any_peer_within_them(tmp_path: Path) -> None:
-    results, written = tmp_path / "rows.jsonl", tmp_path / "frontier.md"
-    asked = ["--only", "sample", "--kinds", "eager", "uniform", "selective", "plan"]
-    asked += ["--results", str(results), "--write", str(written)]
-    command = [sys.executable, str(ROOT / "studies" / "frontier.py"), *asked]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    judged = judge(subjects()["sample"], Kept(results).of("sample"))
-    assert len(judged.comparisons) == 3
-    assert {one.verdict for one in judged.comparisons} <= {Verdict.FEWER, Verdict.SAME}
-    for one in judged.comparisons:
-        assert one.plan.peak is not None and one.plan.row.budget is not None
-        assert one.plan.peak <= one.plan.row.budget
-    assert not judged.failed
-    assert judged.lowest[0].peak is not None and judged.peers[0].peak is not None
-    assert judged.lowest[0].peak < judged.peers[0].peak
-    assert "| all blocks |" in written.read_text(encoding="utf-8")
-    assert "all blocks: " in written.with_suffix(".svg").read_text(encoding="utf-8")
-    kept = results.read_text(encoding="utf-8")
-    assert frontier.main(asked) == 0
-    assert results.read_text(encoding="utf-8") == kept  # nothing is worked out twice
 
 
 def test_arithmetic_on_fake_tensors_is_that_of_a_run(sample: Subject) -> None:
@@ -100,14 +73,18 @@ def test_the_peak_is_what_lies_above_parameters_and_gradients(sample: Subject) -
     assert whole.arithmetic.flops > plain.arithmetic.flops
 
 
+@pytest.fixture(scope="module")
+def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[frontier.Worker]:
+    """The process that works out rows of the sample."""
+    made = frontier.Worker(subjects()["sample"], 500.0, tmp_path_factory.mktemp("worker") / "log")
+    yield made
+    made.stop()
+
+
 @pytest.mark.slow
-def test_the_compiler_is_counted_while_it_stays_compiled(sample: Subject, tmp_path: Path) -> None:
+def test_the_compiler_is_counted_while_it_stays_compiled(sample: Subject, worker: frontier.Worker) -> None:
     eager = measuring.arithmetic(sample.workload)
-    worker = frontier.Worker(sample, 500.0, tmp_path / "log")
-    try:
-        loose, tight = (worker.work_out(Row(peer=Peer(kind="compiler", ratio=ratio))) for ratio in (1.0, 0.0))
-    finally:
-        worker.stop()
+    loose, tight = (worker.work_out(Row(peer=Peer(kind="compiler", ratio=ratio))) for ratio in (1.0, 0.0))
     assert (loose["flops"], loose["attention_flops"]) == (eager.flops, eager.attention_flops)
     assert tight["flops"] > eager.flops
 
@@ -234,16 +211,35 @@ def test_budgets_wait_for_the_plain_program(tmp_path: Path) -> None:
     assert [row.budget for row in rows[2:]] == [size * MIB for size in range(480, 1601, 80)]
 
 
-def test_a_process_that_ends_is_told_and_another_is_started(tmp_path: Path) -> None:
-    worker = frontier.Worker(subjects()["sample"], 300.0, tmp_path / "log")
-    try:
-        first = worker.work_out(
-            replace(Row(), budget=-1, peer=Peer(kind="uniform", every=1, policy="nonesuch"))
-        )
-        assert first == {"failed": "KeyError: 'nonesuch'"}
-        assert worker._process is not None
-        worker._process.kill()
-        assert "ended with code" in worker.work_out(PLAIN.row)["failed"]
-        assert json.dumps(worker.work_out(PLAIN.row)["flops"]).isdigit()
-    finally:
-        worker.stop()
+def test_a_process_that_ends_is_told_and_another_is_started(worker: frontier.Worker) -> None:
+    first = worker.work_out(replace(Row(), budget=-1, peer=Peer(kind="uniform", every=1, policy="nonesuch")))
+    assert first == {"failed": "KeyError: 'nonesuch'"}
+    assert worker._process is not None
+    worker._process.kill()
+    assert "ended with code" in worker.work_out(PLAIN.row)["failed"]
+    assert json.dumps(worker.work_out(PLAIN.row)["flops"]).isdigit()
+
+
+def test_rows_are_worked_out_once_judged_and_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Row] = []
+
+    def work_out(_worker: frontier.Worker, row: Row) -> dict[str, Any]:
+        asked.append(row)
+        if row.budget is not None:
+            return planned(1, peak_bytes=row.budget - 1, flops=1000).value
+        return (PLAIN if row.peer == PLAIN.row.peer else WHOLE).value
+
+    monkeypatch.setattr(frontier.Worker, "work_out", work_out)
+    results, written = tmp_path / "rows.jsonl", tmp_path / "frontier.md"
+    command = ["--only", "sample", "--kinds", "eager", "uniform", "selective", "plan"]
+    command += ["--results", str(results), "--write", str(written)]
+    assert frontier.main(command) == 0
+    judged = judge(subjects()["sample"], Kept(results).of("sample"))
+    assert [one.verdict for one in judged.comparisons] == [Verdict.FEWER] * 3
+    assert not judged.failed
+    assert "| all blocks |" in written.read_text(encoding="utf-8")
+    assert "all blocks: " in written.with_suffix(".svg").read_text(encoding="utf-8")
+    kept, count = results.read_text(encoding="utf-8"), len(asked)
+    assert len(set(asked)) == count
+    assert frontier.main(command) == 0
+    assert (results.read_text(encoding="utf-8"), len(asked)) == (kept, count)

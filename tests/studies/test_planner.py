@@ -69,8 +69,9 @@ def test_a_case_is_planned_for_and_one_that_fails_says_why(
     )
     page = (tmp_path / "page.md").read_text(encoding="utf-8").splitlines()
     assert [line.split(" | ")[2] for line in page if line.startswith("| ")] == ["", "before", "now"]
-    missing = planned(Case(name="other", gpu="RTX 4090", budget="2GiB"))
-    assert "has no other" in missing.failed
+    monkeypatch.setattr(planner, "WORKLOADS", tmp_path / "none.py")
+    missing = planned(CASE)
+    assert "there is no file" in missing.failed
     assert not missing.within_goals
 
 

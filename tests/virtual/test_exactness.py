@@ -8,7 +8,6 @@ a good reason, the test says which.
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import weakref
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests import warm
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -207,7 +207,7 @@ NOT_ON_CUDA = {
 @pytest.mark.slow
 def test_outputs_and_gradients_of_every_op_are_those_of_real_kernels() -> None:
     program = Path(__file__).with_name("op_outputs.py")
-    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=600, check=False)
+    done = warm.run([sys.executable, program], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["compared"] > 2000

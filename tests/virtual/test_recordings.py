@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import importlib
 import json
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from tests import warm
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -25,7 +25,7 @@ def comparisons(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str,
     """Figures of a training step in float32, a forward pass under bfloat16 autocast, and a convolutional network."""
     file = tmp_path_factory.mktemp("recordings") / "figures.json"
     names = ["gpt-2.7b-ctx128-train", "gpt-2.7b-ctx128-forward-bf16", "eor-nn"]
-    subprocess.run(
+    warm.run(
         [sys.executable, BENCHMARKS / "recordings.py", *names, "--json", file],
         check=True,
         capture_output=True,

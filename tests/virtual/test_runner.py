@@ -10,10 +10,12 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests import warm
 
 import vramfit
 from vramfit.errors import UsageError
@@ -32,8 +34,11 @@ def command(*arguments: object) -> list[str]:
     return [sys.executable, "-m", "vramfit", *map(str, arguments)]
 
 
-def cli(*arguments: object, cwd: Path | None = None, **options: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+def cli(
+    *arguments: object, cwd: Path | None = None, start: Callable[..., Any] = warm.run, **options: object
+) -> subprocess.CompletedProcess[str]:
+    """How ``vramfit`` ended, given arguments; what is about the interpreter itself is started by ``subprocess.run``."""
+    return start(
         command(*arguments), cwd=cwd, capture_output=True, text=True, timeout=120, check=False, **options
     )
 
@@ -97,7 +102,7 @@ def test_a_program_finds_the_interpreter_that_python_gives_it(project: Path, how
     real = subprocess.run(
         [sys.executable, *arguments], capture_output=True, text=True, check=False, **options
     )
-    done = cli("run", "--gpu", GPU, *arguments, **options)
+    done = cli("run", "--gpu", GPU, *arguments, start=subprocess.run, **options)
     assert real.returncode == 3 and "at exit" in real.stdout, real.stderr
     assert done.returncode == real.returncode, done.stderr
 
@@ -127,7 +132,7 @@ def test_an_uncaught_error_shows_the_users_frames_alone(tmp_path: Path) -> None:
         main()
         """,
     )
-    done = cli("run", "--gpu", GPU, script)
+    done = cli("run", "--gpu", GPU, script, start=subprocess.run)
     assert done.returncode == 1
     assert "Traceback (most recent call last):" in done.stderr
     files = set(re.findall(r'File "([^"]+)"', done.stderr))
@@ -240,7 +245,7 @@ def test_signals_reach_the_program(tmp_path: Path) -> None:
         """,
     )
     started = time.monotonic()
-    with subprocess.Popen(command("run", "--gpu", GPU, script), stdout=subprocess.PIPE, text=True) as running:
+    with warm.Popen(command("run", "--gpu", GPU, script), stdout=subprocess.PIPE, text=True) as running:
         assert running.stdout is not None
         assert running.stdout.readline() == "ready\n"
         running.send_signal(signal.SIGTERM)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import ctypes
 import importlib
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests import warm
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -311,7 +311,7 @@ import os, sys
 sys.stdout.flush()
 os._exit(0)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    done = warm.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "entered" not in done.stdout
     assert "vramfit.run(...)" in done.stdout and "`vramfit run`" in done.stdout and "| code 2" in done.stdout

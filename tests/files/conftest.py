@@ -1,0 +1,10 @@
+"""What stands between a program and its files is put there before torch is imported."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.fixture
+def warm_children() -> None:
+    """Start interpreters cold."""
