@@ -90,6 +90,11 @@ SAYINGS = (
         text="`empty_cache()` leaves reserved memory as it is.",
         check="runtime.empty_cache",
     ),
+    Saying(
+        name="learnt-sizes",
+        text="Reinforcement learning finds the best batch size for each step.",
+        check="policies.sizes_by_learning",
+    ),
 )
 PAGE = Path(__file__).parents[1] / "docs" / "claims.md"
 OUT_OF_DATE = 3
