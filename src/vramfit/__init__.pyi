@@ -9,6 +9,7 @@ from . import techniques as techniques
 from . import trace as trace
 from .api.chunking_api import batches as batches
 from .api.chunking_api import chunked as chunked
+from .api.feeding_api import prefetch as prefetch
 from .api.in_process import VirtualGPU as VirtualGPU
 from .api.largest_batch_api import largest_batch as largest_batch
 from .api.leak_check import LeakFoundError as LeakFoundError

@@ -86,7 +86,7 @@ class TieredStore(Store):
         ahead: int = 1,
         patience: float = 30.0,
     ) -> None:
-        place = _device(device)
+        place = device_argument(device)
         given: Sequence[Any] = more
         for tier in given:
             if not isinstance(tier, Tier):
@@ -140,7 +140,12 @@ class TieredStore(Store):
         return StoredWeights(module, self, text_argument("prefix", prefix))
 
 
-def _device(given: Any) -> torch.device:
+def device_argument(given: Any) -> torch.device:
+    """The device that an argument names; None is the current card, or the CPU where there is none.
+
+    Raises:
+        UsageError: it is none, or of another kind.
+    """
     if given is None:
         return (
             torch.device("cuda", torch.cuda.current_device())
@@ -154,7 +159,7 @@ def _device(given: Any) -> torch.device:
     if found == torch.device("cuda"):
         return torch.device("cuda", torch.cuda.current_device())
     if found.type not in ("cuda", "cpu"):
-        raise UsageError(f"device={shown(given)} has no tiers here", 'Give "cuda:0" or "cpu"')
+        raise UsageError(f"device={shown(given)} is neither a card nor the CPU", 'Give "cuda:0" or "cpu"')
     return found
 
 
