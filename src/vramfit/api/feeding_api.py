@@ -6,8 +6,6 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
-import torch
-
 from vramfit.api.tiers_api import device_argument
 from vramfit.arguments import shown, size_argument, whole_argument
 from vramfit.errors import UsageError

@@ -1,11 +1,12 @@
 """Batches of a loader, read and brought to the device by a thread while steps are computed.
 
 NOTE [Depth]: the depth counts the batches that are on the device at once, the one in use among them. The thread begins
-a batch when one before is gone: when nobody holds its tensors any more, or at the latest when the consumer has asked
-for the second one after it, as somebody who keeps all batches would otherwise never get another.
+a batch when one before is gone: when nobody holds its memory any more, be it by a view or a graph, or at the latest
+when the consumer has asked for the second one after it, as somebody who keeps all batches would otherwise never get
+another.
 
-NOTE [No locks]: the thread is told what happens by a queue, and alone keeps the books. A tensor may go in any thread, in
-the middle of anything, by the garbage collector too; ``queue.SimpleQueue.put`` is made for that.
+NOTE [No locks]: the thread is told what happens by a queue, and alone keeps the books. A tensor may go in any thread,
+in the middle of anything, by the garbage collector too; ``queue.SimpleQueue.put`` is made for that.
 """
 
 from __future__ import annotations
@@ -21,10 +22,14 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from vramfit.runtime.feeding.batch_lanes import BatchLane, lane_to
 from vramfit.runtime.feeding.depth_rule import DepthRule
 from vramfit.workload.containers import tensors_in
+
+_A_MOMENT = 0.05
+"""Most seconds between the news that memory is freed and its end; it takes microseconds."""
 
 _PATIENCE = 10.0
 """Seconds to wait for a loader that is in the middle of a batch when its loop is left."""
@@ -63,7 +68,7 @@ class _Asked:
 
 @dataclass(frozen=True, slots=True)
 class _Gone:
-    """A tensor of a batch is no more."""
+    """Memory of a batch is being freed."""
 
     number: int
 
@@ -234,7 +239,7 @@ class _Worker:
 
     def __init__(self, channel: _Channel, lane: BatchLane, rule: DepthRule, counts: _Counts) -> None:
         self._channel, self._lane, self._rule, self._counts = channel, lane, rule, counts
-        self._live: dict[int, list[Any]] = {}
+        self._live: dict[int, list[_Freeing]] = {}
         self._bytes: dict[int, int] = {}
         self._left: dict[int, int] = {}
         self._asked = -1
@@ -269,15 +274,13 @@ class _Worker:
             if not self._hear():  # what is in use has to go first
                 return False
         number, self._produced = self._produced, self._produced + 1
-        tensors = list({id(one): one for one in tensors_in(placed)}.values())
         self._bytes[number] = self._lane.nbytes(batch)
         self._live[number] = [
-            weakref.ref(one, partial(_say_gone, self._channel.told, number)) for one in tensors
+            _Freeing(one, partial(_say_gone, self._channel.told, number)) for one in _storages(placed)
         ]
-        self._left[number] = len(tensors)
+        self._left[number] = len(self._live[number])
         self._counts.peak = max(self._counts.peak, sum(self._bytes.values()))
         self._counts.pinned = self._lane.pinned_bytes
-        del tensors
         self._channel.ready.put(_Outcome(batch=placed, end=end))
         return True
 
@@ -319,10 +322,39 @@ class _Worker:
         elif told is not None and told.number in self._left:
             self._left[told.number] -= 1
             if not self._left[told.number]:
+                for one in self._live[told.number]:
+                    one.await_end()
                 self._forget(told.number)
 
     def _forget(self, number: int) -> None:
         del self._live[number], self._bytes[number], self._left[number]
+
+
+class _Freeing:
+    """Memory of which a batch consists.
+
+    A weak reference calls back when memory is about to be freed, so that what is told then comes a moment too early.
+    torch's own weak references to storages tell when it is over.
+    """
+
+    def __init__(self, storage: torch.UntypedStorage, call: Callable[[Any], None]) -> None:
+        self._watched = weakref.ref(storage, call)
+        self._truth = StorageWeakRef(storage)
+
+    def await_end(self) -> None:
+        until = time.perf_counter() + _A_MOMENT
+        while not self._truth.expired() and time.perf_counter() < until:
+            time.sleep(1e-5)
+
+
+def _storages(batch: Any) -> list[torch.UntypedStorage]:
+    """The memory of its tensors, each once; sparse ones have none of their own."""
+    found: dict[int, torch.UntypedStorage] = {}
+    for tensor in tensors_in(batch):
+        with contextlib.suppress(NotImplementedError, RuntimeError):
+            storage = tensor.untyped_storage()
+            found[storage._cdata] = storage
+    return list(found.values())
 
 
 def _say_gone(told: queue.SimpleQueue[Any], number: int, _: Any) -> None:

@@ -8,7 +8,7 @@ import torch
 
 
 def free_for_batches(device: torch.device) -> int:
-    """Bytes that no step so far has used: of a card what the driver has free, of the host what the kernel could give."""
+    """Bytes that no step so far has used: what a card's driver has free, or what the host's kernel could give."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     try:
