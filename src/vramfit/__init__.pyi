@@ -37,6 +37,8 @@ from .planner.plans import Plan as Plan
 from .record.annotating import annotate as annotate
 from .record.profilers import join_profile as join_profile
 from .runtime.controller.batch_controller import BatchController as BatchController
+from .runtime.feeding.mapped_dataset import MappedDataset as MappedDataset
+from .runtime.feeding.shared_tensors import SharedTensors as SharedTensors
 from .trace import MemoryTrace as MemoryTrace
 from .virtual.foreign.fake_kernels import fake_kernel as fake_kernel
 from .workload import Workload as Workload
