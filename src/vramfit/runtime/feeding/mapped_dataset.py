@@ -149,7 +149,8 @@ class MappedDataset(Dataset[dict[str, torch.Tensor]]):
                     for name, field in self._fields.items()
                 }
             return self._gather(np.arange(start, stop, step))
-        if isinstance(index, Sequence) or getattr(index, "ndim", 0):  # a tensor of one number is an index too
+        if isinstance(index, Sequence) or bool(getattr(index, "shape", None)):
+            # Before what follows, as Python takes a tensor with one number for an index too.
             return self._gather(self._numbers(index))
         number = operator.index(index)
         if not -len(self) <= number < len(self):
