@@ -9,7 +9,7 @@ from rich.text import Text
 
 from vramfit.report.folding import broken, table
 from vramfit.report.rendering import json_values, printed_as_lines
-from vramfit.runtime.feeding.loader_trials import LoaderTrial, LoaderTrials
+from vramfit.runtime.feeding.loader_choices import LoaderTrial, LoaderTrials
 from vramfit.units import format_bytes
 
 SCHEMA = "vramfit.loader/1"

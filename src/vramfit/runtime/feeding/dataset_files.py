@@ -14,6 +14,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -131,8 +132,13 @@ def _dtype(name: str) -> torch.dtype:
 
 def stored_dtype(dtype: torch.dtype) -> np.dtype[Any]:
     """The NumPy dtype that a field's file has."""
-    known = dtype if _is_in_numpy(dtype) else _BITS[dtype.itemsize]
+    known = dtype if is_in_numpy(dtype) else bits_of(dtype)
     return torch.empty(0, dtype=known).numpy().dtype
+
+
+def bits_of(dtype: torch.dtype) -> torch.dtype:
+    """What a dtype is stored as that NumPy has not."""
+    return _BITS[dtype.itemsize]
 
 
 def _header(field: FieldLayout, length: int) -> bytes:
@@ -156,8 +162,8 @@ class _FieldFile:
 
     def write(self, values: torch.Tensor) -> None:
         plain = values.detach().cpu().contiguous()
-        if not _is_in_numpy(plain.dtype):
-            plain = plain.view(_BITS[plain.dtype.itemsize])
+        if not is_in_numpy(plain.dtype):
+            plain = plain.view(bits_of(plain.dtype))
         with _explained(self._path):
             self._stream.write(plain.numpy().reshape(-1).view(np.uint8).data)
 
@@ -174,7 +180,9 @@ class _FieldFile:
             self._stream.close()
 
 
-def _is_in_numpy(dtype: torch.dtype) -> bool:
+@cache
+def is_in_numpy(dtype: torch.dtype) -> bool:
+    """Whether NumPy has the dtype."""
     try:
         torch.empty(0, dtype=dtype).numpy()
     except TypeError:
