@@ -26,3 +26,9 @@ def test_a_service_answers_a_request_in_parts() -> None:
     said = _on_card("examples/survive/surviving_service.py", "--most", "200000", "--limit", "1")
     assert "200,000 rows answered" in said
     assert "up micro-batches 8 parts" in said
+
+
+def test_a_training_is_fed_from_mapped_files() -> None:
+    said = _on_card("examples/survive/feeding_a_card.py", "--samples", "200", "--epochs", "1")
+    assert "epoch 1: 4 batches" in said
+    assert "512.00 KiB pinned" in said

@@ -21,7 +21,8 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 import vramfit
 from vramfit.errors import UsageError, WriteError
-from vramfit.runtime.feeding.page_cache import CacheSource, page_runs
+from vramfit.runtime.feeding import page_cache
+from vramfit.runtime.feeding.page_cache import CacheSource, PageCache, page_runs
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -283,6 +284,24 @@ def test_the_page_cache_is_told_by_two_system_calls(tmp_path: Path) -> None:
     assert there is not None and there.cached < pages / 2
     same = cold.cached(source=CacheSource.MINCORE)
     assert same is not None and abs(same.cached - there.cached) <= 1
+
+
+def test_where_cachestat_finds_nothing_mincore_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An overlay's file has no pages of its own, and an older kernel has no such call."""
+    found = vramfit.MappedDataset.write(tmp_path / "set", {"x": torch.zeros(4, PAGE, dtype=torch.uint8)})
+    found[:]
+    nothing = PageCache(pages=5, cached=0, dirty=0, source=CacheSource.CACHESTAT)
+    for told in (nothing, None):
+        monkeypatch.setattr(page_cache, "_by_cachestat", lambda *_, told=told: told)
+        whole = found.cached()
+        assert whole is not None
+        assert (whole.source, whole.pages, whole.cached) == (CacheSource.MINCORE, 5, 5)
+        assert found.cached(source=CacheSource.CACHESTAT) == told
+        monkeypatch.setattr(page_cache, "_by_mincore", lambda *_: None)
+        assert found.cached() == told
+        monkeypatch.undo()
 
 
 def test_runs_of_pages() -> None:

@@ -37,7 +37,7 @@ _STAYS_COLD = 64
 """Batches for which pages are asked for ahead after one that had to wait for the disk."""
 
 
-class AccessOrder(Enum):
+class ReadOrder(Enum):
     """In which order samples are read, as the kernel is told (madvise(2))."""
 
     NORMAL = "normal"
@@ -45,7 +45,7 @@ class AccessOrder(Enum):
     SEQUENTIAL = "sequential"
 
 
-_ADVICE = {AccessOrder.RANDOM: "MADV_RANDOM", AccessOrder.SEQUENTIAL: "MADV_SEQUENTIAL"}
+_ADVICE = {ReadOrder.RANDOM: "MADV_RANDOM", ReadOrder.SEQUENTIAL: "MADV_SEQUENTIAL"}
 
 
 class MappedDataset(Dataset[dict[str, torch.Tensor]]):
@@ -87,9 +87,9 @@ class MappedDataset(Dataset[dict[str, torch.Tensor]]):
     def __init__(self, path: StrPath, *, fields: Sequence[str] | None = None, order: str = "normal") -> None:
         self.path = Path(path_argument("path", path)).absolute()
         try:
-            self._order = AccessOrder(order)
+            self._order = ReadOrder(order)
         except ValueError:
-            names = ", ".join(repr(one.value) for one in AccessOrder)
+            names = ", ".join(repr(one.value) for one in ReadOrder)
             raise UsageError(f"order={shown(order)} is none of {names}", "Give one of them") from None
         whole = read_layout(self.path)
         chosen = tuple(whole.fields) if fields is None else names_argument("fields", fields)
@@ -251,7 +251,7 @@ class MappedDataset(Dataset[dict[str, torch.Tensor]]):
 class _MappedField:
     """The file of one field."""
 
-    def __init__(self, path: Path, field: FieldLayout, length: int, order: AccessOrder) -> None:
+    def __init__(self, path: Path, field: FieldLayout, length: int, order: ReadOrder) -> None:
         self._file = NpyFile(path)
         self._mapped, self.layout = self._file.mapping, field
         self._stored = stored = self._file.values

@@ -83,8 +83,11 @@ def cached_pages(
 ) -> PageCache | None:
     """The pages of spans of bytes of an open, mapped file.
 
+    On an overlay file system, as containers have, cachestat looks at the overlay's file, which has no pages of its own:
+    where it finds none, mincore is asked as well, which sees those of the file below.
+
     Args:
-        source: who is asked; None takes cachestat where the kernel has it.
+        source: who is asked; None takes cachestat where the kernel has it and finds any.
 
     Returns:
         None where neither is there, or where the kernel tells it to the file's owner alone.
@@ -95,9 +98,12 @@ def cached_pages(
     runs = page_runs((start, min(end, size)) for start, end in spans)
     if source is not CacheSource.MINCORE:
         found = _by_cachestat(file, runs)
-        if found is not None or source is CacheSource.CACHESTAT:
+        if source is CacheSource.CACHESTAT or (found is not None and found.cached):
             return found
-    return _by_mincore(mapped, runs)
+    else:
+        found = None
+    below = _by_mincore(mapped, runs)
+    return below if found is None or (below is not None and below.cached) else found
 
 
 def _by_cachestat(file: int, runs: list[tuple[int, int]]) -> PageCache | None:
