@@ -282,8 +282,14 @@ def test_the_page_cache_is_told_by_two_system_calls(tmp_path: Path) -> None:
     assert now is not None and now.hit_rate == 1.0
     there = cold.cached()
     assert there is not None and there.cached < pages / 2
-    same = cold.cached(source=CacheSource.MINCORE)
-    assert same is not None and abs(same.cached - there.cached) <= 1
+    # cachestat counts pages that are still being read, mincore those that are there: in the end they are the same.
+    while time.perf_counter() < until:
+        told_both = [cold.cached(source=source) for source in CacheSource]
+        if told_both[0] is None or told_both[0].cached == told_both[1].cached:
+            break
+        time.sleep(0.01)
+    else:
+        pytest.fail(f"{told_both}")
 
 
 def test_where_cachestat_finds_nothing_mincore_is_asked(

@@ -29,7 +29,7 @@ class PageCache:
 
     Attributes:
         pages: in all.
-        cached: of these, in the page cache.
+        cached: of these, in the page cache; by cachestat those too that are on their way from the disk.
         dirty: of these, not written to the disk yet; None where mincore tells, which does not know.
         source: who tells.
     """
