@@ -16,6 +16,9 @@
 - `plan`, `fit`, `verify`: the cheapest changes that make a workload fit, the largest size that does, and the proof.
 - `tiled`: a model over a picture or volume that is too large for the device, tile by tile.
 - `TieredStore`: tensors on the device while they are used, else on a peer, the host, or in files.
+- `MappedDataset`: samples in memory-mapped files that all processes share.
+- `prefetch`: a loader's batches, brought to the device while steps are computed.
+- `SharedTensors`: tensors that several processes have, and that leave nothing behind.
 - `streamed`: a model that is larger than the card, its weights brought layer by layer.
 - `quantized`: weights in fewer bits, a format for each layer, within a budget of bytes.
 - `Plan`: what `plan` finds, to be applied to a workload or to your own model and loop.

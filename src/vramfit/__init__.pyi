@@ -9,6 +9,7 @@ from . import techniques as techniques
 from . import trace as trace
 from .api.chunking_api import batches as batches
 from .api.chunking_api import chunked as chunked
+from .api.feeding_api import prefetch as prefetch
 from .api.in_process import VirtualGPU as VirtualGPU
 from .api.largest_batch_api import largest_batch as largest_batch
 from .api.leak_check import LeakFoundError as LeakFoundError
@@ -36,6 +37,8 @@ from .planner.plans import Plan as Plan
 from .record.annotating import annotate as annotate
 from .record.profilers import join_profile as join_profile
 from .runtime.controller.batch_controller import BatchController as BatchController
+from .runtime.feeding.mapped_dataset import MappedDataset as MappedDataset
+from .runtime.feeding.shared_tensors import SharedTensors as SharedTensors
 from .trace import MemoryTrace as MemoryTrace
 from .virtual.foreign.fake_kernels import fake_kernel as fake_kernel
 from .workload import Workload as Workload

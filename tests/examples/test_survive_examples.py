@@ -38,3 +38,9 @@ def test_a_trainers_loop_goes_on(script: str, limit: str) -> None:
     said = _on_card(f"examples/survive/{script}", "--longest", "2048", "--limit", limit)
     [(steps, events)] = re.findall(r"^(\d+) steps, (\d+) events$", said, re.MULTILINE)
     assert (int(steps), int(events) > 0) == (4, True)
+
+
+def test_a_training_is_fed_from_mapped_files() -> None:
+    said = _on_card("examples/survive/feeding_a_card.py", "--samples", "200", "--epochs", "1")
+    assert "epoch 1: 4 batches" in said
+    assert "512.00 KiB pinned" in said

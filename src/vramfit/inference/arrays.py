@@ -105,6 +105,16 @@ class NpyFile:
         self.shape: tuple[int, ...] = shape
         self.dtype: np.dtype[Any] = dtype
 
+    @property
+    def number(self) -> int:
+        """The open file's."""
+        return self._file
+
+    @property
+    def mapping(self) -> mmap.mmap:
+        """The map, of the whole file."""
+        return self._map
+
     def __getitem__(self, key: Any) -> Any:
         """A copy of some slices."""
         found = np.array(self.values[key])

@@ -20,6 +20,7 @@ from vramfit.report.text import print_lines
 _HOMES = {
     "vramfit.calibrate": ("vramfit.report.calibrate",),
     "vramfit.doctor": ("vramfit.report.doctor",),
+    "vramfit.runtime.feeding": ("vramfit.report.loader",),
     "vramfit.planner": ("vramfit.report.fit", "vramfit.report.plan", "vramfit.report.verify"),
 }
 """Where values of packages that may need torch are reported: imported with the first such value."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from vramfit.errors import UsageError, VramfitError
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+T = TypeVar("T")
 Batch: TypeAlias = Any
 """What a model takes: a tensor, or a tuple, list or dict of them; the dict's keys are the model's arguments."""
 
@@ -286,8 +287,11 @@ def call_model(model: nn.Module, batch: Batch) -> Any:
 # -- Reading a workload from a file -------------------------------------------------------------------------
 
 
-def split_target(target: str) -> tuple[Path, str]:
+def split_target(target: str, kind: str = "workload") -> tuple[Path, str]:
     """File and name of ``FILE.py:NAME``, without running anything.
+
+    Args:
+        kind: what it should name, for the error.
 
     Raises:
         UsageError: the form is another, or the file does not exist.
@@ -295,7 +299,7 @@ def split_target(target: str) -> tuple[Path, str]:
     file, separator, name = target.rpartition(":") if isinstance(target, str) else ("", "", "")
     if not separator or not file or not name.isidentifier():
         raise UsageError(
-            f"{target!r} names no workload", "Write it as FILE.py:NAME, the file and the variable in it"
+            f"{target!r} names no {kind}", "Write it as FILE.py:NAME, the file and the variable in it"
         )
     path = Path(file)
     if not path.is_file():
@@ -310,19 +314,34 @@ def load_workload(target: str) -> Workload:
         UsageError: the file or the name does not exist, or is not a `Workload`.
         VramfitError: the file itself fails; exit code 1.
     """
-    path, name = split_target(target)
+    return load_named(target, Workload, "vramfit.Workload")
+
+
+def load_named(target: str, kind: type[T], called: str) -> T:
+    """Read ``FILE.py:NAME``: run the file as a module and take what has that name, or what a function of it gives.
+
+    Args:
+        kind: what it has to be.
+        called: the kind by the name that people write.
+
+    Raises:
+        UsageError: the file or the name does not exist, or is something else.
+        VramfitError: the file itself fails; exit code 1.
+    """
+    short = called.rpartition(".")[2]
+    path, name = split_target(target, "workload" if short == "Workload" else short)
     module = _run_file(path)
     if not hasattr(module, name):
-        known = sorted(key for key, value in vars(module).items() if isinstance(value, Workload))
-        hint = f"It has {', '.join(known)}" if known else "Put a vramfit.Workload into it"
+        known = sorted(key for key, value in vars(module).items() if isinstance(value, kind))
+        hint = f"It has {', '.join(known)}" if known else f"Put a {called} into it"
         raise UsageError(f"{path} has no {name}", hint)
     found = getattr(module, name)
-    if not isinstance(found, Workload) and callable(found):
+    if not isinstance(found, kind) and callable(found):
         found = _made(found, path, name)
-    if not isinstance(found, Workload):
+    if not isinstance(found, kind):
         raise UsageError(
-            f"{name} in {path} is of type {type(found).__name__}, not a Workload",
-            "Make it a vramfit.Workload, or a function without arguments that gives one",
+            f"{name} in {path} is of type {type(found).__name__}, not a {short}",
+            f"Make it a {called}, or a function without arguments that gives one",
         )
     return found
 
@@ -331,7 +350,7 @@ def _made(function: Callable[[], Any], path: Path, name: str) -> Any:
     try:
         return function()
     except Exception as error:
-        raise _own_failure(path, error, f"{name}()") from error
+        raise own_failure(path, error, f"{name}()") from error
 
 
 def _run_file(path: Path) -> ModuleType:
@@ -351,15 +370,14 @@ def _run_file(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
-        raise _own_failure(path, error, "the file") from error
+        raise own_failure(path, error, "the file") from error
     return module
 
 
-def _own_failure(path: Path, error: Exception, what: str) -> VramfitError:
+def own_failure(path: Path, error: BaseException, what: str) -> VramfitError:
     """What the user's own code raised, with the line of theirs that did."""
-    lines = [
-        frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)
-    ]
+    names = {str(path), str(path.absolute())}  # Python makes the path absolute
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename in names]
     where = f"{path}:{lines[-1]}" if lines else str(path)
     if isinstance(error, SyntaxError) and error.lineno:
         where = f"{path}:{error.lineno}"
