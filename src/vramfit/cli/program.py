@@ -137,6 +137,21 @@ class ProgramCommand(Verb):
         return names
 
 
+class TargetCommand(Verb):
+    """A command whose options end at the process or the command that it is about."""
+
+    allow_interspersed_args = False
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Write the usage as it is meant; the parser knows only one list of arguments."""
+        del ctx
+        return ["[OPTIONS]", "(PID | -- COMMAND [ARGS]...)"]
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> Any:
+        """Nothing of ours behind the command."""
+        return [] if ctx.params.get("target") else super().shell_complete(ctx, incomplete)
+
+
 def end_options_at_module(arguments: list[str], with_value: set[str]) -> list[str]:
     """Insert ``--`` after ``-m MODULE`` where that stands among our own options.
 

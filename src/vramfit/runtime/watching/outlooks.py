@@ -1,0 +1,154 @@
+"""Keeps what was seen of each figure for some minutes, and says where it is heading."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from vramfit.runtime.watching.memory_trend import (
+    Point,
+    Trend,
+    maxima,
+    step_maxima,
+    thinned,
+    trend_of,
+    within,
+)
+from vramfit.runtime.watching.watch_reading import DeviceFigures, Outlook, WatchReading
+
+WINDOW = 300.0
+"""Seconds of the past that a trend is drawn from."""
+
+_KEPT = 4096
+"""Looks that are kept of a figure at most."""
+
+_LEAST_SHARE = 2e-3
+"""A rise over the window that is less than this share of the limit is no trend: 48 MiB of 24 GiB."""
+
+
+@dataclass(slots=True)
+class _Series:
+    """The past of one figure.
+
+    Attributes:
+        seen: time, bytes, and the number of steps that had ended.
+        after_steps: the same at the ends of steps.
+        above: the most by which the figure stood above its last end of a step, with the times.
+        peak: the process' own, as last seen.
+        limit: bytes, as last seen.
+    """
+
+    seen: deque[tuple[float, float, int]] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    after_steps: deque[tuple[float, float, int]] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    above: deque[Point] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    peak: int = 0
+    limit: int = 0
+
+
+class OutlookKeeper:
+    """Says of each figure of a watch where it is heading.
+
+    Args:
+        window: seconds of the past that count.
+    """
+
+    def __init__(self, window: float = WINDOW) -> None:
+        self._window = window
+        self._series: dict[str, _Series] = {}
+
+    def look(self, reading: WatchReading) -> tuple[Outlook, ...]:
+        """Take a reading in, and say where its figures are heading."""
+        names: list[str] = []
+        for program in reading.programs:
+            for device in program.devices:
+                several = f" of {program.pid}" if len(reading.programs) > 1 else ""
+                name = f"allocated {device_name(device)}{several}"
+                self._note_device(name, program.time, program.steps, device)
+                names.append(name)
+        for card in reading.cards:
+            if card.own is not None and not names:  # a process that does not say what its tensors hold
+                names.append(name := f"used card {card.index}")
+                self._note(name, reading.time, card.own, card.own + card.free)
+        host = reading.host
+        if host is not None:
+            names.append(name := "host")
+            left = host.available
+            if host.limit is not None and host.limit_used is not None:
+                left = min(left, max(0, host.limit - host.limit_used))
+            self._note(name, reading.time, host.resident, host.resident + left)
+        return tuple(self._outlook(name) for name in names)
+
+    def _note(self, name: str, time: float, value: int, limit: int, step: int = 0) -> _Series:
+        series = self._series.setdefault(name, _Series())
+        series.limit = limit
+        if not series.seen or series.seen[-1][0] < time:
+            series.seen.append((time, float(value), step))
+        return series
+
+    def _note_device(self, name: str, time: float, steps: int, device: DeviceFigures) -> None:
+        series = self._note(name, time, device.allocated, device.limit, steps)
+        if device.after_step is None:
+            return
+        ends = series.after_steps
+        if not ends or (steps > ends[-1][2] and time > ends[-1][0]):
+            ends.append((time, float(device.after_step), steps))
+        # A peak that has risen since the last look belongs to a step since then.
+        top = device.peak if device.peak > series.peak and series.peak else device.allocated
+        series.peak = max(series.peak, device.peak)
+        series.above.append((time, max(0.0, float(top - device.after_step))))
+
+    def _outlook(self, name: str) -> Outlook:
+        series = self._series[name]
+        points, height, per_step = self._points(series)
+        trend = trend_of(thinned(points))
+        if trend is None:
+            return Outlook(what=name, trend="unknown", limit=series.limit)
+        length = points[-1][0] - points[0][0]
+        least = _LEAST_SHARE * series.limit / length if length > 0 else 0.0
+        slopes = {
+            "per_second": trend.slope,
+            "per_second_low": trend.low,
+            "per_second_high": trend.high,
+            "per_step": per_step,
+        }
+        if abs(trend.slope) < least or not (trend.rises or trend.falls):
+            return Outlook(what=name, trend="none", limit=series.limit, **slopes)
+        if trend.falls:
+            return Outlook(what=name, trend="falling", limit=series.limit, **slopes)
+        seconds, low, high = _until(trend, series.limit - height)
+        passed = series.seen[-1][0] - points[-1][0]
+        return Outlook(
+            what=name,
+            trend="rising",
+            limit=series.limit,
+            seconds=max(0.0, seconds - passed),
+            seconds_low=max(0.0, low - passed),
+            seconds_high=None if high is None else max(0.0, high - passed),
+            **slopes,
+        )
+
+    def _points(self, series: _Series) -> tuple[list[Point], float, float | None]:
+        """The points of the line, how far the figure rises above it within a step, and bytes a step."""
+        ends = list(series.after_steps)
+        ends = ends[within(ends, self._window) :]
+        if len(ends) >= 2:
+            above = [value for time, value in series.above if time >= ends[0][0]]
+            per_step = trend_of(thinned([(float(step), value) for _, value, step in ends]))
+            line = [(time, value) for time, value, _ in ends]
+            return line, max(above, default=0.0), None if per_step is None else per_step.slope
+        seen = list(series.seen)
+        seen = seen[within(seen, self._window) :]
+        if seen and seen[-1][2] > seen[0][2]:
+            return step_maxima(seen), 0.0, None
+        return maxima([(time, value) for time, value, _ in seen]), 0.0, None
+
+
+def device_name(device: DeviceFigures) -> str:
+    """A device as people write it."""
+    return "cpu" if device.kind == "metered" else f"cuda:{device.index}"
+
+
+def _until(trend: Trend, limit: float) -> tuple[float, float, float | None]:
+    found = trend.until(limit)
+    assert found is not None  # of one that rises
+    return found

@@ -1,0 +1,135 @@
+"""In the watched process: a thread that writes what the process holds, a JSON line at a time, for who watches it.
+
+NOTE [A folder, not a socket]: each process of the program appends to a file of its own in the watcher's folder. So a
+program with many processes needs no agreement, one that is killed leaves what it wrote, and one whose watcher has
+gone notices nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vramfit.plain import to_plain
+from vramfit.runtime.watching.watch_reading import ProgramReading
+
+if TYPE_CHECKING:
+    from vramfit.runtime.watching.torch_figures import FigureSource
+
+CATEGORIES_EVERY = 5.0
+"""Seconds between two sums by category: they walk all parameters."""
+
+_POLL = 0.2
+"""Seconds between two looks whether the program has imported torch."""
+
+
+class ProcessReporter:
+    """Writes readings of this process every so often, from a daemon thread, until the process ends.
+
+    Args:
+        folder: of the watcher; the file there is named by the number of this process.
+        every: seconds between two readings.
+        source: where figures come from; None waits until the program has imported torch, and asks that.
+
+    Attributes:
+        busy: seconds that readings took.
+        count: readings written.
+    """
+
+    def __init__(self, folder: Path, every: float, source: FigureSource | None = None) -> None:
+        self._folder, self._every, self._source = folder, every, source
+        self._done = threading.Event()
+        self._summed = 0.0
+        self._categories: dict[int, dict[str, int]] = {}
+        self._thread = threading.Thread(target=self._run, name="vramfit-watch", daemon=True)
+        self.busy = 0.0
+        self.count = 0
+
+    def start(self) -> ProcessReporter:
+        """Begin."""
+        self._thread.start()
+        return self
+
+    def stop(self) -> None:
+        """End, with a last reading."""
+        self._done.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=5)
+
+    def _run(self) -> None:
+        if self._source is None and not self._torch_is_there():
+            return
+        from vramfit.runtime.watching.torch_figures import StepEnds, TorchFigures
+
+        source = self._source or TorchFigures()
+        ends = StepEnds(source.allocated)
+        if isinstance(source, TorchFigures):
+            source.ends = ends
+        file = self._folder / f"{os.getpid()}.jsonl"
+        try:
+            # A watcher that has gone has removed its folder; the program is not to notice.
+            with contextlib.suppress(OSError), open(file, "a", encoding="utf-8") as stream:
+                while True:
+                    done = self._done.wait(self._every)
+                    began = time.perf_counter()
+                    if reading := self._reading(source, ends):
+                        stream.write(json.dumps(to_plain(reading)) + "\n")
+                        stream.flush()
+                        self.count += 1
+                    self.busy += time.perf_counter() - began
+                    if done or not self._folder.exists():
+                        return
+        finally:
+            ends.close()
+
+    def _torch_is_there(self) -> bool:
+        """Wait until the program has imported torch; false if it is to end before."""
+        while not self._done.wait(_POLL):
+            torch = sys.modules.get("torch")
+            spec = getattr(torch, "__spec__", None)
+            if spec is not None and not getattr(spec, "_initializing", False):
+                return True
+        return False
+
+    def _reading(self, source: FigureSource, ends: object) -> ProgramReading | None:
+        from vramfit.runtime.watching.torch_figures import StepEnds
+
+        assert isinstance(ends, StepEnds)
+        now = time.monotonic()
+        sum_up = now - self._summed >= CATEGORIES_EVERY or not self._categories
+        steps, after = ends.steps, dict(ends.after)
+        devices = list(source.devices(categories=sum_up))
+        if not devices:
+            return None
+        if sum_up:
+            self._summed = now
+            self._categories = {one.index: one.categories for one in devices if one.categories}
+        told = tuple(
+            replace(one, after_step=after.get(one.index), categories=self._categories.get(one.index, {}))
+            for one in devices
+        )
+        return ProgramReading(time=time.time(), pid=os.getpid(), steps=steps, devices=told)
+
+
+FOLDER_VARIABLE = "VRAMFIT_WATCH_FOLDER"
+EVERY_VARIABLE = "VRAMFIT_WATCH_EVERY"
+"""Variables by which a watcher tells the processes of a command where and how often to write."""
+
+
+def report_as_asked(source: FigureSource | None = None) -> ProcessReporter | None:
+    """Start a reporter if this process' environment names a watcher's folder.
+
+    Args:
+        source: where figures come from; None asks torch, once the program has imported it.
+    """
+    folder, every = os.environ.get(FOLDER_VARIABLE), os.environ.get(EVERY_VARIABLE, "1")
+    if not folder or not Path(folder).is_dir():
+        return None
+    return ProcessReporter(Path(folder), float(every), source).start()
