@@ -18,6 +18,7 @@
 - `TieredStore`: tensors on the device while they are used, else on a peer, the host, or in files.
 - `streamed`: a model that is larger than the card, its weights brought layer by layer.
 - `quantized`: weights in fewer bits, a format for each layer, within a budget of bytes.
+- `watch`: what a process holds, from a thread, and when its memory runs out.
 - `Plan`: what `plan` finds, to be applied to a workload or to your own model and loop.
 - `MemoryTrace`: what every run, recording and snapshot comes to.
 

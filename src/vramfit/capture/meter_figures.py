@@ -16,6 +16,8 @@ from vramfit.capture.storages import StorageMeter
 from vramfit.runtime.watching.watch_reading import DeviceFigures
 from vramfit.trace import Category
 
+REST = "workspaces and rounding"
+
 
 class MeterFigures:
     """The figures of the devices of a meter.
@@ -42,6 +44,9 @@ class MeterFigures:
             allocated, _, reserved = device.allocator.figures()
             total = device.spec.total_bytes if self._total is None else self._total
             free = max(0, total - reserved) if self._total is not None else device.driver.free_bytes
+            known = dict(sums.get(device.index, {}))
+            if known:  # libraries' workspaces have no storages, and blocks are rounded
+                known[REST] = max(0, allocated - sum(known.values()))
             yield DeviceFigures(
                 index=device.index,
                 name=device.spec.name,
@@ -51,7 +56,7 @@ class MeterFigures:
                 peak=device.allocator.peak_allocated_bytes,
                 free=free,
                 total=total,
-                categories=dict(sums.get(device.index, {})),
+                categories=known,
             )
 
     def _used(self) -> list[Any]:

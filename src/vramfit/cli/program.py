@@ -142,6 +142,12 @@ class TargetCommand(Verb):
 
     allow_interspersed_args = False
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Let options stand behind the number of a process too: what follows that cannot be a command's."""
+        if len(args) > 1 and args[0].isdecimal() and args[1].startswith("-") and "--" not in args:
+            args = [*args[1:], args[0]]
+        return super().parse_args(ctx, args)
+
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """Write the usage as it is meant; the parser knows only one list of arguments."""
         del ctx

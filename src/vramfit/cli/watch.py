@@ -91,7 +91,8 @@ def watch_command(
     look = _Look(every=every, window=window, plain=plain)
     with contextlib.ExitStack() as opened:
         sinks = _sinks(log, jsonl, prometheus)
-        opened.callback(lambda: [sink.close() for sink in sinks])
+        for sink in sinks:
+            opened.callback(sink.close)
         if pid is not None:
             opened.pop_all()
             _watch_process(pid, look, sinks)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 from vramfit.errors import UsageError
 from vramfit.launch.starting import start
@@ -23,7 +24,7 @@ def whole_command(words: Sequence[str]) -> list[str]:
         UsageError: there is no such program.
     """
     first = words[0]
-    if first.endswith(".py") and os.path.isfile(first) and not os.access(first, os.X_OK):
+    if first.endswith(".py") and Path(first).is_file() and not os.access(first, os.X_OK):
         return [sys.executable, *words]
     if shutil.which(first) is None:
         raise UsageError(f"there is no command {first}", "Check its name, or write python before a script")

@@ -1,10 +1,10 @@
 """How far this process' control group is from its memory limit, before the kernel ends a process of it.
 
-NOTE [What counts]: ``memory.current`` has file pages too, which the kernel drops before it ends anybody. Those that were
-not used lately (``inactive_file`` of memory.stat) are taken off, as Kubernetes does for its working set. A process is in
-a group and in all above it; the limit that is nearest counts. Of version 2 ``memory.high`` is a limit as well: beyond it
-processes are slowed down until they hardly move. Files and their units: docs.kernel.org/admin-guide/cgroup-v2.html
-(memory interface files), cgroup-v1/memory.html, and accounting/psi.html.
+NOTE [What counts]: ``memory.current`` has file pages too, which the kernel drops before it ends anybody. Those that
+were not used lately (``inactive_file`` of memory.stat) are taken off, as Kubernetes does for its working set. A process
+is in a group and in all above it; the limit that is nearest counts. Of version 2 ``memory.high`` is a limit as well:
+beyond it processes are slowed down until they hardly move. Files and their units:
+docs.kernel.org/admin-guide/cgroup-v2.html (memory interface files), cgroup-v1/memory.html, and accounting/psi.html.
 """
 
 from __future__ import annotations

@@ -4,9 +4,10 @@ NOTE [Sawtooth]: a training's memory rises and falls within each step, many time
 first reduced to its maxima: one for each step where steps are known, else one for each of 24 equal parts of the window,
 at the time at which it was seen. The line goes through those.
 
-The slope is that of Theil and Sen, the median of the slopes of all pairs, and its interval is the one of Sen ("Estimates
-of the regression coefficient based on Kendall's tau", J. Am. Stat. Assoc. 63, 1968): a pair of ranks around the middle.
-Up to 29 % of the points may be wrong without moving it far. There is a trend only if the interval leaves out zero.
+The slope is that of Theil and Sen, the median of the slopes of all pairs, and its interval is the one of Sen
+("Estimates of the regression coefficient based on Kendall's tau", J. Am. Stat. Assoc. 63, 1968): a pair of ranks around
+the middle. Up to 29 % of the points may be wrong without moving it far. There is a trend only if the interval leaves
+out zero.
 """
 
 from __future__ import annotations

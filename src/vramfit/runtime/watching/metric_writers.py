@@ -1,4 +1,4 @@
-"""Readings as plain numbers by name, for the writers that people have: TensorBoard's, wandb's, MLflow's, or a function."""
+"""Readings as numbers by name, for the writers that people have: TensorBoard's, wandb's, MLflow's, or a function."""
 
 from __future__ import annotations
 
@@ -67,13 +67,15 @@ class MetricWriter:
 
 
 def _handed(writer: Any) -> Callable[[dict[str, float], int], object]:
-    if callable(found := getattr(writer, "add_scalar", None)):
-        return lambda values, step: [found(name, value, step) for name, value in values.items()]
-    if callable(found := getattr(writer, "log_metric", None)):
-        return lambda values, step: [found(name, value, step=step) for name, value in values.items()]
-    if callable(found := getattr(writer, "log", None)):
+    if callable(getattr(writer, "add_scalar", None)):
+        return lambda values, step: [writer.add_scalar(name, value, step) for name, value in values.items()]
+    if callable(getattr(writer, "log_metric", None)):
+        return lambda values, step: [
+            writer.log_metric(name, value, step=step) for name, value in values.items()
+        ]
+    if callable(getattr(writer, "log", None)):
         # Without a step: wandb's own counts the training's calls, and it refuses one that goes back.
-        return lambda values, step: found({**values, "vram/step": float(step)})
+        return lambda values, step: writer.log({**values, "vram/step": float(step)})
     if callable(writer):
         return lambda values, _step: writer(values)
     raise UsageError(

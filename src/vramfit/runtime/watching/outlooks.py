@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from vramfit.runtime.watching.memory_trend import (
     Point,
@@ -105,26 +105,27 @@ class OutlookKeeper:
             return Outlook(what=name, trend="unknown", limit=series.limit)
         length = points[-1][0] - points[0][0]
         least = _LEAST_SHARE * series.limit / length if length > 0 else 0.0
-        slopes = {
-            "per_second": trend.slope,
-            "per_second_low": trend.low,
-            "per_second_high": trend.high,
-            "per_step": per_step,
-        }
+        plain = Outlook(
+            what=name,
+            trend="none",
+            limit=series.limit,
+            per_second=trend.slope,
+            per_second_low=trend.low,
+            per_second_high=trend.high,
+            per_step=per_step,
+        )
         if abs(trend.slope) < least or not (trend.rises or trend.falls):
-            return Outlook(what=name, trend="none", limit=series.limit, **slopes)
+            return plain
         if trend.falls:
-            return Outlook(what=name, trend="falling", limit=series.limit, **slopes)
+            return replace(plain, trend="falling")
         seconds, low, high = _until(trend, series.limit - height)
         passed = series.seen[-1][0] - points[-1][0]
-        return Outlook(
-            what=name,
+        return replace(
+            plain,
             trend="rising",
-            limit=series.limit,
             seconds=max(0.0, seconds - passed),
             seconds_low=max(0.0, low - passed),
             seconds_high=None if high is None else max(0.0, high - passed),
-            **slopes,
         )
 
     def _points(self, series: _Series) -> tuple[list[Point], float, float | None]:

@@ -46,8 +46,6 @@ class ProcessReporter:
     def __init__(self, folder: Path, every: float, source: FigureSource | None = None) -> None:
         self._folder, self._every, self._source = folder, every, source
         self._done = threading.Event()
-        self._summed = 0.0
-        self._categories: dict[int, dict[str, int]] = {}
         self._thread = threading.Thread(target=self._run, name="vramfit-watch", daemon=True)
         self.busy = 0.0
         self.count = 0
@@ -66,12 +64,7 @@ class ProcessReporter:
     def _run(self) -> None:
         if self._source is None and not self._torch_is_there():
             return
-        from vramfit.runtime.watching.torch_figures import StepEnds, TorchFigures
-
-        source = self._source or TorchFigures()
-        ends = StepEnds(source.allocated)
-        if isinstance(source, TorchFigures):
-            source.ends = ends
+        readings = OwnReadings(self._source)
         file = self._folder / f"{os.getpid()}.jsonl"
         try:
             # A watcher that has gone has removed its folder; the program is not to notice.
@@ -79,7 +72,7 @@ class ProcessReporter:
                 while True:
                     done = self._done.wait(self._every)
                     began = time.perf_counter()
-                    if reading := self._reading(source, ends):
+                    if reading := readings.now():
                         stream.write(json.dumps(to_plain(reading)) + "\n")
                         stream.flush()
                         self.count += 1
@@ -87,7 +80,7 @@ class ProcessReporter:
                     if done or not self._folder.exists():
                         return
         finally:
-            ends.close()
+            readings.close()
 
     def _torch_is_there(self) -> bool:
         """Wait until the program has imported torch; false if it is to end before."""
@@ -98,14 +91,30 @@ class ProcessReporter:
                 return True
         return False
 
-    def _reading(self, source: FigureSource, ends: object) -> ProgramReading | None:
-        from vramfit.runtime.watching.torch_figures import StepEnds
 
-        assert isinstance(ends, StepEnds)
+class OwnReadings:
+    """Readings of this process.
+
+    Args:
+        source: where figures come from; None asks torch.
+    """
+
+    def __init__(self, source: FigureSource | None = None) -> None:
+        from vramfit.runtime.watching.torch_figures import StepEnds, TorchFigures
+
+        self._source = source or TorchFigures()
+        self._ends = StepEnds(self._source.allocated)
+        if isinstance(self._source, TorchFigures):
+            self._source.ends = self._ends
+        self._summed = -CATEGORIES_EVERY
+        self._categories: dict[int, dict[str, int]] = {}
+
+    def now(self) -> ProgramReading | None:
+        """The process now; None while it uses no device."""
         now = time.monotonic()
         sum_up = now - self._summed >= CATEGORIES_EVERY or not self._categories
-        steps, after = ends.steps, dict(ends.after)
-        devices = list(source.devices(categories=sum_up))
+        steps, after = self._ends.steps, dict(self._ends.after)
+        devices = list(self._source.devices(categories=sum_up))
         if not devices:
             return None
         if sum_up:
@@ -116,6 +125,10 @@ class ProcessReporter:
             for one in devices
         )
         return ProgramReading(time=time.time(), pid=os.getpid(), steps=steps, devices=told)
+
+    def close(self) -> None:
+        """Hear of no more steps."""
+        self._ends.close()
 
 
 FOLDER_VARIABLE = "VRAMFIT_WATCH_FOLDER"

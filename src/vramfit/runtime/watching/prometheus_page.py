@@ -1,4 +1,7 @@
-"""Readings as metrics of Prometheus over HTTP, by prometheus-client. Names and units: prometheus.io/docs/practices/naming."""
+"""Readings as metrics of Prometheus over HTTP, by prometheus-client.
+
+Names and units follow prometheus.io/docs/practices/naming.
+"""
 
 from __future__ import annotations
 
@@ -105,12 +108,14 @@ class PrometheusPage:
             yield self._gauge(
                 f"vramfit_{what}_bytes", f"{what} bytes of torch's allocator.", _LABELS["device"], rows
             )
-        rows = [
+        purposes = [
             ((str(program.pid), device_name(device), device.name, category), held)
             for program, device in devices
             for category, held in device.categories.items()
         ]
-        yield self._gauge("vramfit_category_bytes", "Allocated bytes by purpose.", _LABELS["category"], rows)
+        yield self._gauge(
+            "vramfit_category_bytes", "Allocated bytes by purpose.", _LABELS["category"], purposes
+        )
         steps = self._core.CounterMetricFamily("vramfit_steps", "Steps of the optimizer.", labels=("pid",))
         for program in reading.programs:
             steps.add_metric((str(program.pid),), program.steps)

@@ -19,11 +19,14 @@ from vramfit.plain import from_plain
 from vramfit.runtime.watching.process_reporter import EVERY_VARIABLE, FOLDER_VARIABLE
 from vramfit.runtime.watching.watch_reading import ProgramReading
 
-_STARTED_BY_SITE = '''"""Starts vramfit's reporter in a command that is watched, then the sitecustomize that this one hides."""
-import importlib.util, os, sys
+_STARTED_BY_SITE = '''"""Runs the sitecustomize that this one hides, then starts vramfit's reporter."""
+import importlib.machinery
+import importlib.util
+import os
+import sys
 _here = os.path.dirname(os.path.abspath(__file__))
 sys.path[:] = [one for one in sys.path if os.path.abspath(one or os.curdir) != _here]
-_spec = importlib.util.find_spec("sitecustomize") if sys.modules.pop("sitecustomize", None) else None
+_spec = importlib.machinery.PathFinder.find_spec("sitecustomize")
 if _spec is not None:
     _module = importlib.util.module_from_spec(_spec)
     sys.modules["sitecustomize"] = _module

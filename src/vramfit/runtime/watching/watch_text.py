@@ -15,10 +15,8 @@ def line_of(reading: WatchReading) -> str:
     parts = [_clock(reading.time)]
     for program in reading.programs:
         for device in program.devices:
-            parts.append(
-                f"{device_name(device)} {format_bytes(device.allocated)} allocated, "
-                f"{format_bytes(device.reserved)} reserved of {format_bytes(device.total)}"
-            )
+            held = f"{format_bytes(device.allocated)} allocated, {format_bytes(device.reserved)} reserved"
+            parts += [f"{device_name(device)} {held} of {format_bytes(device.total)}"]
     if not reading.programs:
         parts += [f"card {card.index} {_card_use(card)}" for card in reading.cards]
     if reading.host is not None:
