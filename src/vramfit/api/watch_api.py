@@ -13,7 +13,7 @@ from vramfit.runtime.watching.metric_writers import MetricWriter
 from vramfit.runtime.watching.prometheus_page import PrometheusPage
 from vramfit.runtime.watching.watch_files import WatchLines, WatchLog
 from vramfit.runtime.watching.watch_reading import ProgramReading, WatchReading
-from vramfit.runtime.watching.watcher import Watcher, WatchSink
+from vramfit.runtime.watching.watcher import ProcessWatcher, WatchSink
 
 
 def watch(
@@ -26,7 +26,7 @@ def watch(
     jsonl: str | os.PathLike[str] | None = None,
     prometheus: int | None = None,
     writer: Any = None,
-) -> Watcher:
+) -> ProcessWatcher:
     """Watch the memory of this process, or of another, from a thread, until the block or the process ends.
 
     >>> full = []
@@ -80,7 +80,7 @@ def watch(
         pid = os.getpid()
         sinks.append(own := _OwnProgram())
     cards, _ = card_probe()
-    watcher = Watcher(
+    watcher = ProcessWatcher(
         pid,
         programs=own,
         cards=cards,

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from vramfit.capture.storages import StorageMeter
-from vramfit.runtime.watching.watch_reading import DeviceFigures
+from vramfit.runtime.watching.watch_reading import DeviceUse
 from vramfit.trace import Category
 
 REST = "workspaces and rounding"
@@ -37,7 +37,7 @@ class MeterFigures:
             self._meter.collect()
         return {device.index: device.allocator.figures()[0] for device in self._used()}
 
-    def devices(self, *, categories: bool) -> Iterable[DeviceFigures]:
+    def devices(self, *, categories: bool) -> Iterable[DeviceUse]:
         """The figures of each device whose allocator has been used."""
         sums = self._sums() if categories else {}
         for device in self._used():
@@ -47,7 +47,7 @@ class MeterFigures:
             known = dict(sums.get(device.index, {}))
             if known:  # libraries' workspaces have no storages, and blocks are rounded
                 known[REST] = max(0, allocated - sum(known.values()))
-            yield DeviceFigures(
+            yield DeviceUse(
                 index=device.index,
                 name=device.spec.name,
                 kind=self._kind,

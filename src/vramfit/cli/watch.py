@@ -249,11 +249,13 @@ def _first_reporter(folder: Path, started: Started) -> Iterator[None]:
 def _watch_process(pid: int, look: _Look, sinks: list[WatchSink]) -> None:
     """Watch a process that runs already, until it ends or somebody has seen enough."""
     from vramfit.runtime.watching.card_probe import card_probe
-    from vramfit.runtime.watching.watcher import Watcher
+    from vramfit.runtime.watching.watcher import ProcessWatcher
 
     cards, reason = card_probe()
     with shown(look, (reason,) if reason else ()) as shower:
-        watcher = Watcher(pid, cards=cards, every=look.every, window=look.window, sinks=[*sinks, shower])
+        watcher = ProcessWatcher(
+            pid, cards=cards, every=look.every, window=look.window, sinks=[*sinks, shower]
+        )
         try:
             watcher.watch()
         except KeyboardInterrupt:
@@ -266,17 +268,17 @@ def _watch_command(run: Running, look: _Look, sinks: list[WatchSink]) -> int:
     """Run a command, watched from a thread; its exit code."""
     from vramfit.runtime.watching.card_probe import card_probe
     from vramfit.runtime.watching.reported_files import ReportedFiles
-    from vramfit.runtime.watching.watcher import Watcher
+    from vramfit.runtime.watching.watcher import ProcessWatcher
 
     cards, reason = card_probe()
-    watchers: list[Watcher] = []
+    watchers: list[ProcessWatcher] = []
     with tempfile.TemporaryDirectory(prefix="vramfit-watch-") as name:
         folder = Path(name)
         files = ReportedFiles(folder)
         with shown(look, (reason,) if reason else ()) as shower:
 
             def started(pid: int) -> None:
-                watcher = Watcher(
+                watcher = ProcessWatcher(
                     pid,
                     programs=files.latest,
                     cards=cards,

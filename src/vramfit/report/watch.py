@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
-from rich.table import Table
 from rich.text import Text
 
 from vramfit.runtime.watching.outlooks import device_name
-from vramfit.runtime.watching.watch_reading import DeviceFigures, WatchReading
+from vramfit.runtime.watching.watch_reading import DeviceUse, WatchReading
 from vramfit.runtime.watching.watch_text import (
     card_text,
     categories_text,
@@ -45,12 +44,10 @@ def _rows(reading: WatchReading) -> Iterator[RenderableType]:
     for program in reading.programs:
         steps = f"  {counted(program.steps, 'step')}" if program.steps else ""
         yield Text(f"process {program.pid}{steps}", style="bold")
-        table = Table.grid(padding=(0, 2))
         for device in program.devices:
-            table.add_row(f"  {device_name(device)}", _bar(device), _figures(device))
+            yield Text.assemble(f"  {device_name(device)}  ", _bar(device), f"  {_figures(device)}")
             if device.categories:
-                table.add_row("", "", Text(categories_text(device), style="dim"))
-        yield table
+                yield Text(f"    {categories_text(device)}", style="dim")
     for card in reading.cards:
         yield Text(card_text(card))
         for text in neighbours_text(card):
@@ -62,7 +59,7 @@ def _rows(reading: WatchReading) -> Iterator[RenderableType]:
         yield Text(outlook_text(outlook), style=style or _STYLES.get(outlook.trend, "dim"))
 
 
-def _bar(device: DeviceFigures) -> Text:
+def _bar(device: DeviceUse) -> Text:
     """Allocated, cached and other processes' parts of a device; what is free stays light."""
     total = max(1, device.total)
     allocated = round(_BAR * device.allocated / total)
@@ -77,10 +74,10 @@ def _bar(device: DeviceFigures) -> Text:
     )
 
 
-def _figures(device: DeviceFigures) -> str:
+def _figures(device: DeviceUse) -> str:
     return (
-        f"{format_bytes(device.allocated)} allocated  {format_bytes(device.reserved)} reserved  "
-        f"peak {format_bytes(device.peak)}  of {format_bytes(device.total)}  {device.name}"
+        f"{format_bytes(device.allocated)} allocated, {format_bytes(device.reserved)} reserved "
+        f"of {format_bytes(device.total)}  {device.name}"
     )
 
 

@@ -10,13 +10,13 @@ from scipy.stats import theilslopes
 
 from vramfit.runtime.watching.memory_trend import maxima, step_maxima, thinned, trend_of
 from vramfit.runtime.watching.outlooks import OutlookKeeper
-from vramfit.runtime.watching.watch_reading import DeviceFigures, HostUse, ProgramReading, WatchReading
+from vramfit.runtime.watching.watch_reading import DeviceUse, HostUse, ProgramReading, WatchReading
 from vramfit.units import GIB, MIB
 
 
 def device(allocated: float, *, after: float | None = None, peak: float = 0.0, total: int = 24 * GIB):
     held = int(allocated)
-    return DeviceFigures(
+    return DeviceUse(
         index=0,
         name="card",
         kind="card",
@@ -29,7 +29,7 @@ def device(allocated: float, *, after: float | None = None, peak: float = 0.0, t
     )
 
 
-def reading(time: float, steps: int, figures: DeviceFigures) -> WatchReading:
+def reading(time: float, steps: int, figures: DeviceUse) -> WatchReading:
     program = ProgramReading(time=time, pid=1, steps=steps, devices=(figures,))
     return WatchReading(time=time, elapsed=time, pid=1, programs=(program,))
 

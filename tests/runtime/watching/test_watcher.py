@@ -26,7 +26,7 @@ from vramfit.runtime.watching.prometheus_page import PrometheusPage
 from vramfit.runtime.watching.reported_files import ReportedFiles, watched_environment
 from vramfit.runtime.watching.watch_files import WatchLines, WatchLog
 from vramfit.runtime.watching.watch_reading import WatchReading
-from vramfit.runtime.watching.watcher import Watcher
+from vramfit.runtime.watching.watcher import ProcessWatcher
 from vramfit.units import GIB, MIB
 
 
@@ -177,7 +177,7 @@ def test_a_zombie_has_ended() -> None:
 
 
 def full_reading(share: float = 0.5) -> WatchReading:
-    watcher = Watcher(os.getpid(), cards=CardProbe(FakeNvml(os.getpid())))
+    watcher = ProcessWatcher(os.getpid(), cards=CardProbe(FakeNvml(os.getpid())))
     with vramfit.VirtualGPU("8GiB") as gpu:
         readings = own_readings(gpu)
         kept = trained()
@@ -198,7 +198,7 @@ def reading() -> WatchReading:
 
 
 def test_thresholds_call_once_until_the_share_has_fallen(caplog: pytest.LogCaptureFixture) -> None:
-    watcher, heard = Watcher(os.getpid()), []
+    watcher, heard = ProcessWatcher(os.getpid()), []
     watcher.on_threshold(0.5, heard.append)
     watcher.on_threshold(0.9, lambda _: 1 / 0)
     shares = [0.4, 0.5, 0.7, 0.49, 0.51, 0.95, 0.96, 0.2, 0.6]

@@ -136,7 +136,11 @@ class Ladder:
         """
         if self.place == 0 or self._good < self._patience:
             return False
-        return now is None or self._needed[self.place - 1] <= now.within_reach + now.allocated
+        return now is None or self.has_room_below(now)
+
+    def has_room_below(self, now: MemoryNow) -> bool:
+        """Whether what is known to be needed one rung lower is within reach."""
+        return self.place > 0 and self._needed[self.place - 1] <= now.within_reach + now.allocated
 
     def go_down(self) -> None:
         """Leave a rung on trial."""

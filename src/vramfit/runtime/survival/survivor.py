@@ -438,7 +438,13 @@ class Survivor:
         if self._host.relieve():
             return
         rung, cause = ladder.level.rung, str(pressure)
-        if ladder.level.offload and self._votes is None:
+        device = memory_now(self._live.device)
+        if (
+            ladder.level.offload
+            and self._votes is None
+            and device is not None
+            and ladder.has_room_below(device)
+        ):
             ladder.climb(ladder.place - 1)
             self._tell(
                 "host-pressure",

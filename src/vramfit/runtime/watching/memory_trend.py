@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 PARTS = 24
 """Parts of a window of which each gives its maximum."""
@@ -30,12 +30,12 @@ Point = tuple[float, float]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Trend:
+class SeriesTrend:
     """A line through the maxima of a series.
 
     Attributes:
         slope, low, high: per unit of the first coordinate, and the bounds of the 95 % interval.
-        level: of the line at the last point.
+        level: at the last point: of a line of that slope through the last eight.
         points: how many maxima it goes through.
     """
 
@@ -65,6 +65,12 @@ class Trend:
         room = max(0.0, limit - self.level)
         return room / self.slope, room / self.high, room / self.low
 
+    def times(self, rate: SeriesTrend) -> SeriesTrend:
+        """The same per unit of another quantity, where this one is per unit of what that rate is of."""
+        low, high = max(0.0, rate.low), max(0.0, rate.high)
+        bounds = [self.low * low, self.low * high, self.high * low, self.high * high]
+        return replace(self, slope=self.slope * rate.slope, low=min(bounds), high=max(bounds))
+
 
 def maxima(series: Sequence[Point], parts: int = PARTS) -> list[Point]:
     """The largest point of each of some equal parts of the time. See NOTE [Sawtooth]."""
@@ -91,7 +97,7 @@ def step_maxima(series: Iterable[tuple[float, float, int]]) -> list[Point]:
     return [found[step] for step in sorted(found)]
 
 
-def trend_of(points: Sequence[Point]) -> Trend | None:
+def trend_of(points: Sequence[Point]) -> SeriesTrend | None:
     """The line through some points, in the order of their first coordinate; None where there are too few."""
     count = len(points)
     if count < LEAST:
@@ -109,8 +115,9 @@ def trend_of(points: Sequence[Point]) -> Trend | None:
     spread = _Z * math.sqrt(_variance([value for _, value in points]))
     low = max(0, math.floor((len(slopes) - spread) / 2) - 1)
     high = min(len(slopes) - 1, math.ceil((len(slopes) + spread) / 2))
-    middle = _median(sorted(value - slope * time for time, value in points))
-    return Trend(
+    # Of the last points: where the slope has changed, a line through all of them ends above or below the last.
+    middle = _median(sorted(value - slope * time for time, value in points[-LEAST:]))
+    return SeriesTrend(
         slope=slope,
         low=slopes[low],
         high=slopes[high],

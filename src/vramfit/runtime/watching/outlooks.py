@@ -6,15 +6,16 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 
 from vramfit.runtime.watching.memory_trend import (
+    LEAST,
     Point,
-    Trend,
+    SeriesTrend,
     maxima,
     step_maxima,
     thinned,
     trend_of,
     within,
 )
-from vramfit.runtime.watching.watch_reading import DeviceFigures, Outlook, WatchReading
+from vramfit.runtime.watching.watch_reading import DeviceUse, Outlook, WatchReading
 
 WINDOW = 300.0
 """Seconds of the past that a trend is drawn from."""
@@ -85,7 +86,7 @@ class OutlookKeeper:
             series.seen.append((time, float(value), step))
         return series
 
-    def _note_device(self, name: str, time: float, steps: int, device: DeviceFigures) -> None:
+    def _note_device(self, name: str, time: float, steps: int, device: DeviceUse) -> None:
         series = self._note(name, time, device.allocated, device.limit, steps)
         if device.after_step is None:
             return
@@ -99,8 +100,7 @@ class OutlookKeeper:
 
     def _outlook(self, name: str) -> Outlook:
         series = self._series[name]
-        points, height, per_step = self._points(series)
-        trend = trend_of(thinned(points))
+        points, height, trend, per_step = self._line(series)
         if trend is None:
             return Outlook(what=name, trend="unknown", limit=series.limit)
         length = points[-1][0] - points[0][0]
@@ -128,28 +128,38 @@ class OutlookKeeper:
             seconds_high=None if high is None else max(0.0, high - passed),
         )
 
-    def _points(self, series: _Series) -> tuple[list[Point], float, float | None]:
-        """The points of the line, how far the figure rises above it within a step, and bytes a step."""
+    def _line(self, series: _Series) -> tuple[list[Point], float, SeriesTrend | None, float | None]:
+        """The points of the line, how far the figure rises above it within a step, the line, and bytes a step.
+
+        A leak is of a step, and steps may come faster or slower: so what a step adds is taken from the whole window,
+        and how fast they come from its last third.
+        """
         ends = list(series.after_steps)
         ends = ends[within(ends, self._window) :]
         if len(ends) >= 2:
             above = [value for time, value in series.above if time >= ends[0][0]]
+            line, height = [(time, value) for time, value, _ in ends], max(above, default=0.0)
             per_step = trend_of(thinned([(float(step), value) for _, value, step in ends]))
-            line = [(time, value) for time, value, _ in ends]
-            return line, max(above, default=0.0), None if per_step is None else per_step.slope
+            recent = ends[-max(LEAST, len(ends) // 3) :]
+            rate = trend_of(thinned([(time, float(step)) for time, _, step in recent]))
+            if per_step is None or rate is None:
+                return line, height, None, None
+            return line, height, per_step.times(rate), per_step.slope
         seen = list(series.seen)
         seen = seen[within(seen, self._window) :]
         if seen and seen[-1][2] > seen[0][2]:
-            return step_maxima(seen), 0.0, None
-        return maxima([(time, value) for time, value, _ in seen]), 0.0, None
+            points = step_maxima(seen)
+        else:
+            points = maxima([(time, value) for time, value, _ in seen])
+        return points, 0.0, trend_of(thinned(points)), None
 
 
-def device_name(device: DeviceFigures) -> str:
+def device_name(device: DeviceUse) -> str:
     """A device as people write it."""
     return "cpu" if device.kind == "metered" else f"cuda:{device.index}"
 
 
-def _until(trend: Trend, limit: float) -> tuple[float, float, float | None]:
+def _until(trend: SeriesTrend, limit: float) -> tuple[float, float, float | None]:
     found = trend.until(limit)
     assert found is not None  # of one that rises
     return found

@@ -23,8 +23,11 @@ from vramfit.runtime.watching.watch_reading import ProgramReading
 if TYPE_CHECKING:
     from vramfit.runtime.watching.torch_figures import FigureSource
 
-CATEGORIES_EVERY = 5.0
-"""Seconds between two sums by category: they walk all parameters."""
+_CATEGORIES_EVERY = 2.0
+"""Seconds between two sums by category at least: they walk all parameters."""
+
+_CATEGORIES_SHARE = 0.01
+"""The share of the time that sums by category may take: those of large models come less often."""
 
 _POLL = 0.2
 """Seconds between two looks whether the program has imported torch."""
@@ -106,19 +109,20 @@ class OwnReadings:
         self._ends = StepEnds(self._source.allocated)
         if isinstance(self._source, TorchFigures):
             self._source.ends = self._ends
-        self._summed = -CATEGORIES_EVERY
+        self._due = 0.0
         self._categories: dict[int, dict[str, int]] = {}
 
     def now(self) -> ProgramReading | None:
         """The process now; None while it uses no device."""
         now = time.monotonic()
-        sum_up = now - self._summed >= CATEGORIES_EVERY or not self._categories
+        sum_up = now >= self._due or not self._categories
         steps, after = self._ends.steps, dict(self._ends.after)
         devices = list(self._source.devices(categories=sum_up))
         if not devices:
             return None
         if sum_up:
-            self._summed = now
+            took = time.monotonic() - now
+            self._due = now + max(_CATEGORIES_EVERY, took / _CATEGORIES_SHARE)
             self._categories = {one.index: one.categories for one in devices if one.categories}
         told = tuple(
             replace(one, after_step=after.get(one.index), categories=self._categories.get(one.index, {}))

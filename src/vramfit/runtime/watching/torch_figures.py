@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from vramfit.runtime.watching.watch_reading import DeviceFigures
+from vramfit.runtime.watching.watch_reading import DeviceUse
 
 REST = "activations and others"
 
@@ -27,7 +27,7 @@ _STEP_GAP = 0.05
 class FigureSource(Protocol):
     """Gives the figures of this process' devices; called from a thread of its own."""
 
-    def devices(self, *, categories: bool) -> Iterable[DeviceFigures]:
+    def devices(self, *, categories: bool) -> Iterable[DeviceUse]:
         """The figures now; with sums by what tensors are for, if asked."""
         ...
 
@@ -97,7 +97,7 @@ class TorchFigures:
         found = {index: torch.cuda.memory_allocated(index) for index in range(torch.cuda.device_count())}
         return {index: held for index, held in found.items() if held or torch.cuda.memory_reserved(index)}
 
-    def devices(self, *, categories: bool) -> Iterable[DeviceFigures]:
+    def devices(self, *, categories: bool) -> Iterable[DeviceUse]:
         """The figures of each device on which this process has tensors; a device is never initialised by this."""
         sums = self._sums() if categories and self.ends is not None else {}
         for index, allocated in self.allocated().items():
@@ -105,7 +105,7 @@ class TorchFigures:
             known = {name: held for (device, name), held in sums.items() if device == index}
             if known:
                 known[REST] = max(0, allocated - sum(known.values()))
-            yield DeviceFigures(
+            yield DeviceUse(
                 index=index,
                 name=torch.cuda.get_device_name(index),
                 kind="card",

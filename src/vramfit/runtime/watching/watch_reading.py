@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DeviceFigures:
+class DeviceUse:
     """What the allocator of one process holds of one device.
 
     Attributes:
@@ -53,7 +53,7 @@ class ProgramReading:
     time: float
     pid: int
     steps: int
-    devices: tuple[DeviceFigures, ...]
+    devices: tuple[DeviceUse, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 
 from vramfit.runtime.watching.outlooks import device_name
-from vramfit.runtime.watching.watch_reading import CardState, DeviceFigures, HostUse, Outlook, WatchReading
+from vramfit.runtime.watching.watch_reading import CardState, DeviceUse, HostUse, Outlook, WatchReading
 from vramfit.units import counted, format_bytes
 
 
@@ -48,7 +48,7 @@ def summary_of(reading: WatchReading) -> Iterator[str]:
         yield f"  {outlook_text(outlook)}"
 
 
-def device_text(device: DeviceFigures) -> str:
+def device_text(device: DeviceUse) -> str:
     """What the allocator holds of a device."""
     kind = {"virtual": "virtual ", "metered": "metered "}.get(device.kind, "")
     return (
@@ -58,7 +58,7 @@ def device_text(device: DeviceFigures) -> str:
     )
 
 
-def categories_text(device: DeviceFigures) -> str:
+def categories_text(device: DeviceUse) -> str:
     """The categories of a device, the largest first."""
     ranked = sorted(device.categories.items(), key=lambda one: -one[1])
     return ", ".join(f"{name} {format_bytes(held)}" for name, held in ranked if held)

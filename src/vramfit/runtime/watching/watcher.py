@@ -40,7 +40,7 @@ class _Threshold:
     armed: bool = True
 
 
-class Watcher:
+class ProcessWatcher:
     """Watches a process, and tells what it sees.
 
     Args:
@@ -117,7 +117,7 @@ class Watcher:
         finally:
             self.close()
 
-    def start(self) -> Watcher:
+    def start(self) -> ProcessWatcher:
         """Watch from a daemon thread."""
         self._thread = threading.Thread(target=self.watch, name="vramfit-watcher", daemon=True)
         self._thread.start()
@@ -139,7 +139,7 @@ class Watcher:
             self._cards.close()
             self._cards = None
 
-    def __enter__(self) -> Watcher:
+    def __enter__(self) -> ProcessWatcher:
         return self.start()
 
     def __exit__(self, *_: object) -> None:
