@@ -29,10 +29,10 @@ from vramfit.runtime.watching.process_reporter import ProcessReporter
 
 LEAKING = Path(__file__).with_name("leaking.py")
 CASES = (
-    ("slow leak, small activations", "8GiB", 30, 0.1, 256),
-    ("slow leak, 2.6 GiB of activations in each step", "8GiB", 15, 0.1, 65536),
-    ("fast leak", "24GiB", 200, 0.1, 1024),
-    ("no leak", "8GiB", 0, 0.1, 16384),
+    ("slow leak, small activations", "8GiB", 100, 0.5, 256),
+    ("slow leak, 2.6 GiB of activations in each step", "8GiB", 50, 0.5, 65536),
+    ("fast leak", "24GiB", 500, 0.5, 1024),
+    ("no leak", "8GiB", 0, 0.5, 16384),
 )
 AT = (0.25, 0.5, 0.75, 0.9)
 """Shares of the way at which predictions are looked at."""
@@ -60,7 +60,7 @@ def leak(name: str, gpu: str, mib: float, pause: float, batch: int) -> None:
         watch = [sys.executable, "-m", "vramfit", "watch", "--plain", "--every", "0.25"]
         script = [str(LEAKING), "--leak", str(mib), "--pause", str(pause), "--batch", str(batch)]
         if not mib:
-            script += ["--steps", "200"]
+            script += ["--steps", "60"]
         command = [*watch, "--jsonl", str(lines), "--gpu", gpu, *script]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         readings = [json.loads(line) for line in lines.read_text().splitlines()]

@@ -73,6 +73,21 @@ def test_a_command_that_a_signal_ends(tmp_path: Path) -> None:
     assert _vramfit("--", sys.executable, "-c", program).returncode == 143
 
 
+def test_an_interrupt_of_vramfit_alone_reaches_the_command() -> None:
+    watch = subprocess.Popen(
+        [sys.executable, "-m", "vramfit", "watch", "--", *SLEEPING],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
+    assert watch.stdout is not None and watch.stdout.readline() == "up\n"
+    watch.send_signal(signal.SIGINT)
+    assert watch.wait(timeout=30) == 130
+    watch.stdout.close()
+
+
 def test_ctrl_c_ends_the_watch_and_leaves_the_process_alone(tmp_path: Path) -> None:
     with subprocess.Popen(SLEEPING, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stdout.readline() == b"up\n"

@@ -99,7 +99,11 @@ def watch_command(
             return
         run = _command(words, gpu, device, budget)
         opened.pop_all()
-    raise typer.Exit(_watch_command(run, look, sinks))
+    try:
+        code = _watch_command(run, look, sinks)
+    except KeyboardInterrupt:  # before the command had begun
+        code = 130
+    raise typer.Exit(code)
 
 
 Started = Callable[[int], object]

@@ -21,7 +21,7 @@ from vramfit.errors import UsageError, WriteError
 from vramfit.runtime.watching.card_probe import CardProbe
 from vramfit.runtime.watching.host_memory import HostProbe, check_process
 from vramfit.runtime.watching.metric_writers import MetricWriter, scalars_of
-from vramfit.runtime.watching.process_reporter import OwnReadings, ProcessReporter
+from vramfit.runtime.watching.process_reporter import OwnReadings, ProcessReporter, report_as_asked
 from vramfit.runtime.watching.prometheus_page import PrometheusPage
 from vramfit.runtime.watching.reported_files import ReportedFiles, watched_environment
 from vramfit.runtime.watching.watch_files import WatchLines, WatchLog
@@ -206,6 +206,26 @@ def test_thresholds_call_once_until_the_share_has_fallen(caplog: pytest.LogCaptu
         watcher._check(SimpleNamespace(share=share))  # type: ignore[arg-type]
     assert [one.share for one in heard] == [0.5, 0.6]
     assert caplog.text.count("a callback of the threshold 90 % failed") == 1
+
+
+def test_a_sink_that_fails_is_left_out_and_the_watch_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    heard: list[Any] = []
+    watcher = ProcessWatcher(os.getpid(), sinks=[MetricWriter(lambda _: 1 / 0), MetricWriter(heard.append)])
+    assert watcher.look() is not None and watcher.look() is not None
+    watcher.close()
+    assert len(heard) == 2 and caplog.text.count("is told no more") == 1
+
+
+def test_children_of_ours_start_their_own_reporter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VRAMFIT_WATCH_FOLDER", str(tmp_path))
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-P", "-m", "vramfit.virtual.virtual_child", "job"])
+    assert report_as_asked() is None
+    monkeypatch.setattr(sys, "orig_argv", ["python", "train.py"])
+    reporter = report_as_asked()
+    assert reporter is not None
+    reporter.stop()
+    monkeypatch.setenv("VRAMFIT_WATCH_FOLDER", str(tmp_path / "gone"))
+    assert report_as_asked() is None
 
 
 def test_json_lines_are_whole_documents(tmp_path: Path, reading: WatchReading) -> None:

@@ -149,4 +149,6 @@ def report_as_asked(source: FigureSource | None = None) -> ProcessReporter | Non
     folder, every = os.environ.get(FOLDER_VARIABLE), os.environ.get(EVERY_VARIABLE, "1")
     if not folder or not Path(folder).is_dir():
         return None
+    if source is None and any(word.startswith("vramfit.") for word in sys.orig_argv):
+        return None  # a child of ours, which starts its own where the program begins: until then it wants no thread
     return ProcessReporter(Path(folder), float(every), source).start()

@@ -6,7 +6,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -104,8 +103,12 @@ class ProcessWatcher:
         )
         reading = replace(reading, outlooks=self._outlooks.look(reading))
         self.last = reading
-        for sink in self._sinks:
-            sink.take(reading)
+        for sink in list(self._sinks):
+            try:
+                sink.take(reading)
+            except Exception:  # a full disk, or a writer of the user's: the watch goes on
+                _log.exception("%s is told no more", type(sink).__name__)
+                self._sinks.remove(sink)
         self._check(reading)
         return reading
 
@@ -132,8 +135,10 @@ class ProcessWatcher:
     def close(self) -> None:
         """Close all sinks, and let go of the driver."""
         for sink in self._sinks:
-            with suppress(OSError):
+            try:
                 sink.close()
+            except Exception:
+                _log.exception("%s was not closed well", type(sink).__name__)
         self._sinks = []
         if self._cards is not None:
             self._cards.close()
