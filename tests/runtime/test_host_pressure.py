@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import vramfit
 from vramfit.runtime.host_pressure import ControlGroups
 from vramfit.runtime.oom_forms import ShortOf, recognised
 from vramfit.runtime.survival.host_watch import HostWatch
@@ -180,3 +181,37 @@ def test_what_cannot_be_helped_is_said_once(v2: Tree, monkeypatch: pytest.Monkey
     assert set(kinds) == {"host-pressure"}
     assert survivor.events[-1].evidence == "nothing that vramfit.survive may do takes less of the host"
     assert len(kinds) == len(set(map(str, survivor.events))) and survivor.steps == 12
+
+
+def test_offloaded_activations_stay_on_a_card_that_has_room(
+    v2: Tree, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    v2.group("sys/fs/cgroup/user.slice/job", current=99 * MIB, max=100 * MIB)
+    monkeypatch.setattr(
+        "vramfit.runtime.survival.survivor.HostWatch", lambda margin: HostWatch(margin, v2.groups, every=0)
+    )
+    with vramfit.VirtualGPU("8GiB", writes="real"):
+        model = torch.nn.Sequential(
+            *[torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU()) for _ in range(4)]
+        )
+        model.cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        survivor = Survivor(
+            model, optimizer, lambda net, batch: net(batch).square().mean(), SurvivalSettings()
+        )
+        batch = torch.ones(8, 64, device="cuda")
+        ladder = survivor._ladder_for(batch)
+        ladder.climb(len(ladder.levels) - 1)
+        assert ladder.level.offload
+        survivor.step(batch)
+        (event,) = survivor.events
+        assert (event.kind, event.evidence) == ("host-pressure", "activations stay on the device")
+        assert not ladder.level.offload
+
+        full = ladder.levels[-2]
+        ladder.climb(len(ladder.levels) - 1)
+        ladder.shortage(ladder.levels.index(full), 9 * GIB)  # without offloading the card was too small
+        survivor.step(batch)
+        assert ladder.level.offload
+        assert survivor.events[-1].evidence == "nothing that vramfit.survive may do takes less of the host"
+        survivor.close()

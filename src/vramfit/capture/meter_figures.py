@@ -33,7 +33,7 @@ class MeterFigures:
 
     def allocated(self) -> dict[int, int]:
         """Allocated bytes of each device that is in use."""
-        if threading.current_thread() is threading.main_thread():
+        if threading.current_thread() is threading.main_thread():  # the program's own
             self._meter.collect()
         return {device.index: device.allocator.figures()[0] for device in self._used()}
 

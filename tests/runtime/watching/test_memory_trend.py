@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 from scipy.stats import theilslopes
@@ -132,6 +133,19 @@ def test_steps_make_their_sawtooth_harmless(leak: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
+def test_holes_that_no_peak_has_used_are_taken_off() -> None:
+    keeper, found = OutlookKeeper(), None
+    leak, holes, total = 50 * MIB, 200 * MIB, 8 * GIB
+    for step in range(100):
+        held = GIB + leak * step
+        figures = replace(
+            device(held, after=held, peak=held, total=total), reserved=held + holes, free=total - held - holes
+        )
+        (found,) = keeper.look(reading(float(step), step, figures))
+    assert found is not None
+    assert found.seconds == pytest.approx((total - holes - GIB - 99 * leak) / leak)
+
+
 def test_no_trend_where_there_is_none(seed: int) -> None:
     draw, keeper, found = random.Random(seed), OutlookKeeper(), None
     for look in range(240):

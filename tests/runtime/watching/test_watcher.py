@@ -18,6 +18,7 @@ import vramfit
 from runtime.watching.fake_nvml import FakeNvml
 from vramfit.capture.meter_figures import MeterFigures
 from vramfit.errors import UsageError, WriteError
+from vramfit.record.cpu_recorder import CpuRecorder
 from vramfit.runtime.watching.card_probe import CardProbe
 from vramfit.runtime.watching.host_memory import HostProbe, check_process
 from vramfit.runtime.watching.metric_writers import MetricWriter, scalars_of
@@ -64,6 +65,18 @@ def test_figures_of_a_virtual_gpu_are_torchs_own() -> None:
         assert device.after_step is not None and 0 < device.after_step <= device.peak
         readings.close()
         del kept
+
+
+def test_figures_of_the_metered_cpu() -> None:
+    recorder = CpuRecorder(budget=GIB)
+    recorder.start()
+    kept = torch.ones(1024, 1024) + 1
+    now = recorder.figures()  # what is dead is given back
+    (device,) = recorder.watched_figures().devices(categories=True)
+    recorder.stop()
+    assert (device.allocated, device.reserved) == (now.allocated, now.reserved)
+    assert device.allocated >= kept.nbytes and device.total == GIB and device.free == GIB - device.reserved
+    assert device.kind == "metered" and sum(device.categories.values()) == device.allocated
 
 
 def test_hooks_are_gone_after_a_watch() -> None:

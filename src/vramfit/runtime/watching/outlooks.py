@@ -23,6 +23,9 @@ WINDOW = 300.0
 _KEPT = 4096
 """Looks that are kept of a figure at most."""
 
+_WASTED = 61
+"""Looks of which the median says how much the holes between blocks take."""
+
 _LEAST_SHARE = 2e-3
 """A rise over the window that is less than this share of the limit is no trend: 48 MiB of 24 GiB."""
 
@@ -35,6 +38,7 @@ class _Series:
         seen: time, bytes, and the number of steps that had ended.
         after_steps: the same at the ends of steps.
         above: the most by which the figure stood above its last end of a step, with the times.
+        wasted: reserved bytes that were not used even at the peak.
         peak: the process' own, as last seen.
         limit: bytes, as last seen.
     """
@@ -42,6 +46,7 @@ class _Series:
     seen: deque[tuple[float, float, int]] = field(default_factory=lambda: deque(maxlen=_KEPT))
     after_steps: deque[tuple[float, float, int]] = field(default_factory=lambda: deque(maxlen=_KEPT))
     above: deque[Point] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    wasted: deque[int] = field(default_factory=lambda: deque(maxlen=_WASTED))
     peak: int = 0
     limit: int = 0
 
@@ -67,9 +72,12 @@ class OutlookKeeper:
                 self._note_device(name, program.time, program.steps, device)
                 names.append(name)
         for card in reading.cards:
-            if card.own is not None and not names:  # a process that does not say what its tensors hold
+            if not reading.programs:  # a process that does not say what its tensors hold
                 names.append(name := f"used card {card.index}")
-                self._note(name, reading.time, card.own, card.own + card.free)
+                held = (
+                    card.used if card.own is None else card.own
+                )  # in a container the driver hides processes
+                self._note(name, reading.time, held, held + card.free)
         host = reading.host
         if host is not None:
             names.append(name := "host")
@@ -96,6 +104,7 @@ class OutlookKeeper:
         # A peak that has risen since the last look belongs to a step since then.
         top = device.peak if device.peak > series.peak and series.peak else device.allocated
         series.peak = max(series.peak, device.peak)
+        series.wasted.append(max(0, device.reserved - device.peak))
         series.above.append((time, max(0.0, float(top - device.after_step))))
 
     def _outlook(self, name: str) -> Outlook:
@@ -132,7 +141,8 @@ class OutlookKeeper:
         """The points of the line, how far the figure rises above it within a step, the line, and bytes a step.
 
         A leak is of a step, and steps may come faster or slower: so what a step adds is taken from the whole window,
-        and how fast they come from its last third.
+        and how fast they come from its last third. What the allocator's holes keep from being used, even at the peak,
+        comes on top of the step's own height.
         """
         ends = list(series.after_steps)
         ends = ends[within(ends, self._window) :]
@@ -144,7 +154,8 @@ class OutlookKeeper:
             rate = trend_of(thinned([(time, float(step)) for time, _, step in recent]))
             if per_step is None or rate is None:
                 return line, height, None, None
-            return line, height, per_step.times(rate), per_step.slope
+            wasted = sorted(series.wasted)[len(series.wasted) // 2]
+            return line, height + wasted, per_step.times(rate), per_step.slope
         seen = list(series.seen)
         seen = seen[within(seen, self._window) :]
         if seen and seen[-1][2] > seen[0][2]:
