@@ -31,11 +31,14 @@ class MeterFigures:
     def __init__(self, meter: StorageMeter[Any], kind: str, total: int | None = None) -> None:
         self._meter, self._kind, self._total = meter, kind, total
 
-    def allocated(self) -> dict[int, int]:
-        """Allocated bytes of each device that is in use."""
+    def held(self) -> dict[int, tuple[int, int]]:
+        """Allocated bytes of each device that is in use, and the most so far."""
         if threading.current_thread() is threading.main_thread():  # the program's own
             self._meter.collect()
-        return {device.index: device.allocator.figures()[0] for device in self._used()}
+        return {
+            device.index: (device.allocator.figures()[0], device.allocator.peak_allocated_bytes)
+            for device in self._used()
+        }
 
     def devices(self, *, categories: bool) -> Iterable[DeviceUse]:
         """The figures of each device whose allocator has been used."""

@@ -93,7 +93,7 @@ def test_categories_of_plain_torch_are_sums_of_what_optimizers_know() -> None:
 
     with vramfit.VirtualGPU("RTX 4090"):
         source = TorchFigures()
-        source.ends = StepEnds(source.allocated)
+        source.ends = StepEnds(source.held)
         kept = trained()
         more = torch.empty(8 * MIB, dtype=torch.uint8, device="cuda")
         (device,) = source.devices(categories=True)

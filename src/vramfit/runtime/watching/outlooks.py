@@ -37,15 +37,17 @@ class _Series:
     Attributes:
         seen: time, bytes, and the number of steps that had ended.
         after_steps: the same at the ends of steps.
-        above: the most by which the figure stood above its last end of a step, with the times.
+        above: by how much the figure stood above its last end of a step, with the times.
+        heights: by how much the peak of a step stood above its end, where that is known.
         wasted: reserved bytes that were not used even at the peak.
-        peak: the process' own, as last seen.
+        peak: the process' own at the end of a step, as last seen.
         limit: bytes, as last seen.
     """
 
     seen: deque[tuple[float, float, int]] = field(default_factory=lambda: deque(maxlen=_KEPT))
     after_steps: deque[tuple[float, float, int]] = field(default_factory=lambda: deque(maxlen=_KEPT))
     above: deque[Point] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    heights: deque[Point] = field(default_factory=lambda: deque(maxlen=_KEPT))
     wasted: deque[int] = field(default_factory=lambda: deque(maxlen=_WASTED))
     peak: int = 0
     limit: int = 0
@@ -101,11 +103,13 @@ class OutlookKeeper:
         ends = series.after_steps
         if not ends or (steps > ends[-1][2] and time > ends[-1][0]):
             ends.append((time, float(device.after_step), steps))
-        # A peak that has risen since the last look belongs to a step since then.
-        top = device.peak if device.peak > series.peak and series.peak else device.allocated
-        series.peak = max(series.peak, device.peak)
+        # A peak that has risen from one end of a step to the next is that step's own.
+        peak = device.step_peak or 0
+        if peak > series.peak and series.peak:
+            series.heights.append((time, float(peak - device.after_step)))
+        series.peak = max(series.peak, peak)
         series.wasted.append(max(0, device.reserved - device.peak))
-        series.above.append((time, max(0.0, float(top - device.after_step))))
+        series.above.append((time, max(0.0, float(device.allocated - device.after_step))))
 
     def _outlook(self, name: str) -> Outlook:
         series = self._series[name]
@@ -147,7 +151,8 @@ class OutlookKeeper:
         ends = list(series.after_steps)
         ends = ends[within(ends, self._window) :]
         if len(ends) >= 2:
-            above = [value for time, value in series.above if time >= ends[0][0]]
+            known = [value for time, value in series.heights if time >= ends[0][0]]
+            above = known or [value for time, value in series.above if time >= ends[0][0]]
             line, height = [(time, value) for time, value, _ in ends], max(above, default=0.0)
             per_step = trend_of(thinned([(float(step), value) for _, value, step in ends]))
             recent = ends[-max(LEAST, len(ends) // 3) :]

@@ -29,6 +29,8 @@ _CATEGORIES_EVERY = 2.0
 _CATEGORIES_SHARE = 0.01
 """The share of the time that sums by category may take: those of large models come less often."""
 
+_NONE = None, None
+
 _POLL = 0.2
 """Seconds between two looks whether the program has imported torch."""
 
@@ -106,7 +108,7 @@ class OwnReadings:
         from vramfit.runtime.watching.torch_figures import StepEnds, TorchFigures
 
         self._source = source or TorchFigures()
-        self._ends = StepEnds(self._source.allocated)
+        self._ends = StepEnds(self._source.held)
         if isinstance(self._source, TorchFigures):
             self._source.ends = self._ends
         self._due = 0.0
@@ -125,7 +127,12 @@ class OwnReadings:
             self._due = now + max(_CATEGORIES_EVERY, took / _CATEGORIES_SHARE)
             self._categories = {one.index: one.categories for one in devices if one.categories}
         told = tuple(
-            replace(one, after_step=after.get(one.index), categories=self._categories.get(one.index, {}))
+            replace(
+                one,
+                after_step=after.get(one.index, _NONE)[0],
+                step_peak=after.get(one.index, _NONE)[1],
+                categories=self._categories.get(one.index, {}),
+            )
             for one in devices
         )
         return ProgramReading(time=time.time(), pid=os.getpid(), steps=steps, devices=told)

@@ -31,8 +31,8 @@ class FigureSource(Protocol):
         """The figures now; with sums by what tensors are for, if asked."""
         ...
 
-    def allocated(self) -> dict[int, int]:
-        """Allocated bytes of each device that is in use, at once."""
+    def held(self) -> dict[int, tuple[int, int]]:
+        """Allocated bytes of each device that is in use, and the most so far, at once."""
         ...
 
 
@@ -40,21 +40,21 @@ class StepEnds:
     """Counts steps of optimizers, and notes what is allocated when they end.
 
     Args:
-        allocated: gives that, by device.
+        held: gives that, by device, with the most so far.
 
     Attributes:
         steps: that have ended; of several optimizers those of the one that steps most often.
-        after: what was allocated at the last end that was looked at.
+        after: what was allocated at the last end that was looked at, and the most until then.
         optimizers: those that have stepped.
     """
 
-    def __init__(self, allocated: Callable[[], dict[int, int]]) -> None:
-        self._allocated = allocated
+    def __init__(self, held: Callable[[], dict[int, tuple[int, int]]]) -> None:
+        self._held = held
         self._counts: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self._last = 0.0
         self._main: weakref.ref[torch.optim.Optimizer] | None = None
         self.steps = 0
-        self.after: dict[int, int] = {}
+        self.after: dict[int, tuple[int, int]] = {}
         self._hook = register_optimizer_step_post_hook(self._stepped)
 
     @property
@@ -77,7 +77,7 @@ class StepEnds:
         now = time.monotonic()
         if self._main is not None and self._main() is optimizer and now - self._last >= _STEP_GAP:
             self._last = now
-            self.after = self._allocated()
+            self.after = self._held()
 
 
 class TorchFigures:
@@ -90,17 +90,21 @@ class TorchFigures:
     def __init__(self, ends: StepEnds | None = None) -> None:
         self.ends = ends
 
-    def allocated(self) -> dict[int, int]:
-        """Allocated bytes of each device that is in use."""
+    def held(self) -> dict[int, tuple[int, int]]:
+        """Allocated bytes of each device that is in use, and the most so far."""
         if not torch.cuda.is_initialized():
             return {}
-        found = {index: torch.cuda.memory_allocated(index) for index in range(torch.cuda.device_count())}
-        return {index: held for index, held in found.items() if held or torch.cuda.memory_reserved(index)}
+        found = {}
+        for index in range(torch.cuda.device_count()):
+            allocated = torch.cuda.memory_allocated(index)
+            if allocated or torch.cuda.memory_reserved(index):
+                found[index] = allocated, torch.cuda.max_memory_allocated(index)
+        return found
 
     def devices(self, *, categories: bool) -> Iterable[DeviceUse]:
         """The figures of each device on which this process has tensors; a device is never initialised by this."""
         sums = self._sums() if categories and self.ends is not None else {}
-        for index, allocated in self.allocated().items():
+        for index, (allocated, peak) in self.held().items():
             free, total = torch.cuda.mem_get_info(index)
             known = {name: held for (device, name), held in sums.items() if device == index}
             if known:
@@ -111,7 +115,7 @@ class TorchFigures:
                 kind="card",
                 allocated=allocated,
                 reserved=torch.cuda.memory_reserved(index),
-                peak=torch.cuda.max_memory_allocated(index),
+                peak=peak,
                 free=free,
                 total=total,
                 categories=known,

@@ -19,6 +19,7 @@ class DeviceUse:
         free: for anyone.
         total: of the device.
         after_step: allocated when the last step of an optimizer ended; None before the first.
+        step_peak: `peak` at that moment.
         categories: allocated bytes by what they are for.
     """
 
@@ -31,6 +32,7 @@ class DeviceUse:
     free: int
     total: int
     after_step: int | None = None
+    step_peak: int | None = None
     categories: dict[str, int] = field(default_factory=dict)
 
     @property
