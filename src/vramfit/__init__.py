@@ -21,6 +21,7 @@
 - `SharedTensors`: tensors that several processes have, and that leave nothing behind.
 - `streamed`: a model that is larger than the card, its weights brought layer by layer.
 - `quantized`: weights in fewer bits, a format for each layer, within a budget of bytes.
+- `watch`: what a process holds, from a thread, and when its memory runs out.
 - `Plan`: what `plan` finds, to be applied to a workload or to your own model and loop.
 - `MemoryTrace`: what every run, recording and snapshot comes to.
 

@@ -27,6 +27,7 @@ from .api.together_api import together as together
 from .api.tracking import Track as Track
 from .api.tracking import snapshot as snapshot
 from .api.tracking import track as track
+from .api.watch_api import watch as watch
 from .errors import VramfitError as VramfitError
 from .inference.kv_cache.block_cache import BlockCache as BlockCache
 from .inference.residency.model_pool import ModelPool as ModelPool

@@ -78,7 +78,7 @@ def test_verbs_are_in_groups(help_of: Callable[..., str]) -> None:
     groups = {title: re.findall(r"^│ (\w+)  ", body, re.M) for title, body in panels}
     del groups["Options"]
     assert groups == {
-        "See what a program takes": ["run", "check", "together", "stress"],
+        "See what a program takes": ["run", "check", "together", "watch", "stress"],
         "Make it fit": ["plan", "fit", "verify"],
         "Look into what was recorded": ["explain", "diff", "export", "tune", "replay"],
         "Cards and machines": ["gpus", "doctor", "calibrate"],

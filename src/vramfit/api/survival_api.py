@@ -31,6 +31,7 @@ def survive(
     labels: str = ...,
     patience: int = ...,
     vote_seconds: float = ...,
+    host_margin: float = ...,
     on_event: Callable[[SurvivalEvent], None] | None = ...,
 ) -> Survivor: ...
 
@@ -54,6 +55,7 @@ def survive(
     labels: str = "labels",
     patience: int = 50,
     vote_seconds: float = 300.0,
+    host_margin: float = 0.05,
     on_event: Callable[[SurvivalEvent], None] | None = None,
 ) -> Survivor | ForwardSurvivor:
     """Steps, or calls without an optimizer, that outlive running out of memory, each done exactly once.
@@ -90,6 +92,8 @@ def survive(
         labels: where the batch has what weighs, for those.
         patience: good steps before something that was done is left on trial.
         vote_seconds: that a rank waits for the others.
+        host_margin: before each step, less than this share of a control group's memory limit left on the host counts
+            as a shortage there, before the kernel ends the process; 0 does not look.
         on_event: called with each event.
 
     Raises:
@@ -118,6 +122,7 @@ def survive(
         if clip_norm is None
         else number_argument("clip_norm", clip_norm, least=0.0, most=1e30),
         vote_seconds=number_argument("vote_seconds", vote_seconds, least=0.1, most=1e6),
+        host_margin=number_argument("host_margin", host_margin, least=0.0, most=0.9),
     )
     given = None if loss is None else call_argument("loss", loss)
     return Survivor(model, optimizer, given, settings, scheduler=scheduler, scaler=scaler, on_event=on_event)

@@ -20,13 +20,14 @@ from vramfit.cli.fit import fit_command
 from vramfit.cli.gpus import gpus_command
 from vramfit.cli.plan import plan_command
 from vramfit.cli.printing import INTERNAL_ERROR, GuardedStream, guarded_streams, print_bug, print_error
-from vramfit.cli.program import ProgramCommand, Verb, Verbs
+from vramfit.cli.program import ProgramCommand, TargetCommand, Verb, Verbs
 from vramfit.cli.replay import replay_command
 from vramfit.cli.run import run_command
 from vramfit.cli.stress import stress_command
 from vramfit.cli.together import together_command
 from vramfit.cli.tune import tune_command
 from vramfit.cli.verify import verify_command
+from vramfit.cli.watch import watch_command
 from vramfit.errors import UsageError, VramfitError
 from vramfit.launch.interrupts import terminated_by_exit
 
@@ -56,6 +57,7 @@ _COMMANDS = (
     (run_command, ProgramCommand, _PROGRAMS, 'run --gpu "RTX 4090" --json report.json train.py --epochs 3'),
     (check_command, CheckCommand, _PROGRAMS, "check train.py --budget 20GiB --gpu 'RTX 4090' -- --epochs 1"),
     (together_command, Verb, _PROGRAMS, 'together train.py "other.py --epochs 1" --gpu "RTX 4090"'),
+    (watch_command, TargetCommand, _PROGRAMS, "watch -- python train.py --epochs 3"),
     (stress_command, Verb, _PROGRAMS, 'stress --gpu "RTX 4090" workloads.py:gpt2'),
     (plan_command, Verb, _PLANS, 'plan workloads.py:gpt2 --gpu "RTX 4090" -o plan.toml'),
     (fit_command, Verb, _PLANS, 'fit workloads.py:gpt2 --gpu "RTX 4090"'),

@@ -137,6 +137,27 @@ class ProgramCommand(Verb):
         return names
 
 
+class TargetCommand(Verb):
+    """A command whose options end at the process or the command that it is about."""
+
+    allow_interspersed_args = False
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Let options stand behind the number of a process too: what follows that cannot be a command's."""
+        if len(args) > 1 and args[0].isdecimal() and args[1].startswith("-") and "--" not in args:
+            args = [*args[1:], args[0]]
+        return super().parse_args(ctx, args)
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Write the usage as it is meant; the parser knows only one list of arguments."""
+        del ctx
+        return ["[OPTIONS]", "(PID | -- COMMAND [ARGS]...)"]
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> Any:
+        """Nothing of ours behind the command."""
+        return [] if ctx.params.get("target") else super().shell_complete(ctx, incomplete)
+
+
 def end_options_at_module(arguments: list[str], with_value: set[str]) -> list[str]:
     """Insert ``--`` after ``-m MODULE`` where that stands among our own options.
 

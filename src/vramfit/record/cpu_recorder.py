@@ -15,6 +15,7 @@ from torch import nn
 
 from vramfit.allocator import parse_torch_version
 from vramfit.capture.attribution import ProgramPhase
+from vramfit.capture.meter_figures import MeterFigures
 from vramfit.capture.step_counter import StepCounter, count_steps
 from vramfit.errors import EnvironmentUnfitError, UsageError
 from vramfit.gpus import GpuKind, GpuSpec, find_gpu
@@ -181,6 +182,10 @@ class CpuRecorder(Recorder):
         """Put a named point in time into the trace."""
         self.mode.tick()
         self.meter.mark(tag)
+
+    def watched_figures(self) -> MeterFigures:
+        """The meter's."""
+        return MeterFigures(self.meter, "metered", self.device.total_bytes)
 
     def figures(self, device: int = 0) -> AllocatorFigures:
         """What the allocator holds now."""

@@ -20,6 +20,7 @@ from vramfit.launch.running import OTHER_PROCESSES, leave_after, run_to_end, wat
 from vramfit.launch.stopping import Stopping
 from vramfit.patching import PatchStack
 from vramfit.record.record_run import AUTO, CPU, RecordJob
+from vramfit.runtime.watching.process_reporter import report_as_asked
 from vramfit.trace import Run, RunWarning
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ def main(job_file: str) -> int:
         watch_processes(count_processes, patches)
         steps = recorder.count_steps(stopping, patches)
         stopping.install(save, patches)
+        report_as_asked(recorder.watched_figures())
         return run_to_end(job.command, finish, patches, stopping)
 
 

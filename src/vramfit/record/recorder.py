@@ -25,6 +25,7 @@ from vramfit.capture.step_counter import StepCounter
 from vramfit.errors import UsageError
 from vramfit.launch.stopping import StepSink
 from vramfit.patching import PatchStack
+from vramfit.runtime.watching.torch_figures import FigureSource
 from vramfit.trace import Run
 
 T = TypeVar("T")
@@ -142,6 +143,10 @@ class Recorder(ABC):
     def pinned_bytes(self) -> int:
         """Page-locked bytes that torch holds of the host."""
         return 0
+
+    def watched_figures(self) -> FigureSource | None:
+        """Where a watch of this process finds its figures; None where torch tells them."""
+        return None
 
     @abstractmethod
     def figures(self, device: int = 0) -> AllocatorFigures:

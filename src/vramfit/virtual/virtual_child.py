@@ -21,6 +21,7 @@ from vramfit.launch.job import Stage
 from vramfit.launch.running import OTHER_PROCESSES, leave_after, run_to_end, watch_processes
 from vramfit.launch.stopping import Stopping
 from vramfit.patching import PatchStack
+from vramfit.runtime.watching.process_reporter import report_as_asked
 from vramfit.virtual.virtual_run import VirtualJob
 
 
@@ -36,6 +37,7 @@ def main(job_file: str) -> int:
     except VramfitError as unfit:
         job.fail(unfit)
         return unfit.exit_code
+    from vramfit.capture.meter_figures import MeterFigures
     from vramfit.capture.step_counter import count_steps
     from vramfit.virtual.gpu import VirtualGPU
     from vramfit.virtual.ranks.one_process import alone
@@ -79,6 +81,7 @@ def main(job_file: str) -> int:
         watch_processes(lambda: gpu.mode.machine.warn(*OTHER_PROCESSES, location=location()), patches)
         steps = count_steps(gpu.meter, stopping, patches)
         stopping.install(save, patches)
+        report_as_asked(MeterFigures(gpu.meter, "virtual"))
         return run_to_end(command, finish, patches, stopping)
 
 

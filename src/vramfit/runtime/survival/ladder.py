@@ -58,7 +58,8 @@ class SurvivalEvent:
     Attributes:
         step: the number of the step, from 0.
         kind: ``retry`` (the same again), ``up`` (more is done), ``down`` (on trial), ``hosted`` (states of so many
-            parameters went to the host), ``back`` (they came back), ``given-up``.
+            parameters went to the host), ``back`` (they came back), ``host-pressure`` (the host's memory is nearly
+            used up, and room was made there, or there is none to be made), ``given-up``.
         rung: that it stands on now.
         cause: the first line of the error; empty for a way down.
         evidence: what the device held, and what was asked for.
@@ -135,7 +136,11 @@ class Ladder:
         """
         if self.place == 0 or self._good < self._patience:
             return False
-        return now is None or self._needed[self.place - 1] <= now.within_reach + now.allocated
+        return now is None or self.has_room_below(now)
+
+    def has_room_below(self, now: MemoryNow) -> bool:
+        """Whether what is known to be needed one rung lower is within reach."""
+        return self.place > 0 and self._needed[self.place - 1] <= now.within_reach + now.allocated
 
     def go_down(self) -> None:
         """Leave a rung on trial."""

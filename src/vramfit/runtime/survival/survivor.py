@@ -22,6 +22,7 @@ from torch import nn
 from vramfit.errors import UsageError
 from vramfit.runtime.oom_forms import MemoryShortage, ShortOf
 from vramfit.runtime.survival.guarded_step import GuardedStep
+from vramfit.runtime.survival.host_watch import HostWatch
 from vramfit.runtime.survival.ladder import Ladder, Rung, RungLevel, SurvivalEvent
 from vramfit.runtime.survival.leftovers import MemoryNow, Recovery, memory_now, requested_bytes
 from vramfit.runtime.survival.rank_votes import unsynchronised, votes_for
@@ -62,6 +63,7 @@ class SurvivalSettings:
         labels: where a batch has what weighs.
         clip_norm: the norm that all gradients together are cut to; None does not cut.
         vote_seconds: that a rank waits for the others.
+        host_margin: of a control group's memory limit, the share that is to stay free on the host; 0 looks at none.
     """
 
     numerics: Numerics = Numerics.ROUNDING
@@ -70,6 +72,7 @@ class SurvivalSettings:
     labels: str = "labels"
     clip_norm: float | None = None
     vote_seconds: float = 300.0
+    host_margin: float = 0.05
 
 
 class Survivor:
@@ -116,6 +119,7 @@ class Survivor:
         self.events: list[SurvivalEvent] = []
         self.steps = 0
         self._may_go_down = False
+        self._host = HostWatch(settings.host_margin)
 
     # -- the loop --------------------------------------------------------------------------------------------------
 
@@ -158,6 +162,7 @@ class Survivor:
             BaseException: what the work raises; all is as before.
         """
         ladder = self._ladder_for(batch)
+        self._look_at_host(ladder)
         live, scaler = self.live, self.live.scaler
         state = self._recovery.insist(lambda: StepState(self.model, scaler, live.device))
         try:
@@ -180,7 +185,7 @@ class Survivor:
         """Count a step that is done, and leave a rung on trial where it is time."""
         if self._ladder is not None:
             self._ladder.after_good_step()
-            if self._may_go_down:
+            if self._may_go_down and not self._host.pressed:
                 self._go_down(self._ladder)
         self.steps += 1
 
@@ -452,6 +457,56 @@ class Survivor:
                 raise
         else:
             self._tell("back", Rung.PLAIN, evidence=f"states of {count} parameters")
+
+    # -- the host --------------------------------------------------------------------------------------------------
+
+    def _look_at_host(self, ladder: Ladder) -> None:
+        """Before a step: make room on the host where its limit is near, before the kernel ends the process.
+
+        What waits there is brought back to a card that has room: activations that are offloaded stay out of the next
+        steps, and states of the optimizer return. On the CPU itself, the step is done in more pieces. What else
+        fills the host is not ours: that is said once, and the step is done.
+        """
+        pressure = self._host.near()
+        if pressure is None:
+            return
+        if self._host.relieve():
+            return
+        rung, cause = ladder.level.rung, str(pressure)
+        device = memory_now(self.live.device)
+        if (
+            ladder.level.offload
+            and self._votes is None
+            and device is not None
+            and ladder.has_room_below(device)
+        ):
+            ladder.climb(ladder.place - 1)
+            self._tell(
+                "host-pressure",
+                ladder.level.rung,
+                cause,
+                "activations stay on the device",
+                ladder.level.pieces,
+            )
+            return
+        if self._guard.hosted and self.live.device.type != "cpu":
+            self._bring_back()
+            if not self._guard.hosted:
+                self._tell("host-pressure", rung, cause, "states of the optimizer are back on the device")
+                return
+        if self.live.device.type == "cpu" and self._votes is None:
+            above = ladder.place + 1
+            while above in self._unattachable:
+                above += 1
+            if above < len(ladder.levels) and ladder.levels[above].rung is Rung.MICRO_BATCHES:
+                ladder.shortage(ladder.place, 0)
+                ladder.climb(above)
+                self._tell("host-pressure", ladder.level.rung, cause, "", ladder.level.pieces)
+                return
+        if self._host.first_time():
+            self._tell(
+                "host-pressure", rung, cause, "nothing that vramfit.survive may do takes less of the host"
+            )
 
     # -- the commit ------------------------------------------------------------------------------------------------
 

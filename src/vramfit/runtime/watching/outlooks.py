@@ -1,0 +1,181 @@
+"""Keeps what was seen of each figure for some minutes, and says where it is heading."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field, replace
+
+from vramfit.runtime.watching.memory_trend import (
+    LEAST,
+    Point,
+    SeriesTrend,
+    maxima,
+    step_maxima,
+    thinned,
+    trend_of,
+    within,
+)
+from vramfit.runtime.watching.watch_reading import DeviceUse, Outlook, WatchReading
+
+WINDOW = 300.0
+"""Seconds of the past that a trend is drawn from."""
+
+_KEPT = 4096
+"""Looks that are kept of a figure at most."""
+
+_WASTED = 61
+"""Looks of which the median says how much the holes between blocks take."""
+
+_LEAST_SHARE = 2e-3
+"""A rise over the window that is less than this share of the limit is no trend: 48 MiB of 24 GiB."""
+
+
+@dataclass(slots=True)
+class _Series:
+    """The past of one figure.
+
+    Attributes:
+        seen: time, bytes, and the number of steps that had ended.
+        after_steps: the same at the ends of steps.
+        above: by how much the figure stood above its last end of a step, with the times.
+        heights: by how much the peak of a step stood above its end, where that is known.
+        wasted: reserved bytes that were not used even at the peak.
+        peak: the process' own at the end of a step, as last seen.
+        limit: bytes, as last seen.
+    """
+
+    seen: deque[tuple[float, float, int]] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    after_steps: deque[tuple[float, float, int]] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    above: deque[Point] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    heights: deque[Point] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    wasted: deque[int] = field(default_factory=lambda: deque(maxlen=_WASTED))
+    peak: int = 0
+    limit: int = 0
+
+
+class OutlookKeeper:
+    """Says of each figure of a watch where it is heading.
+
+    Args:
+        window: seconds of the past that count.
+    """
+
+    def __init__(self, window: float = WINDOW) -> None:
+        self._window = window
+        self._series: dict[str, _Series] = {}
+
+    def look(self, reading: WatchReading) -> tuple[Outlook, ...]:
+        """Take a reading in, and say where its figures are heading."""
+        names: list[str] = []
+        for program in reading.programs:
+            for device in program.devices:
+                several = f" of {program.pid}" if len(reading.programs) > 1 else ""
+                name = f"allocated {device_name(device)}{several}"
+                self._note_device(name, program.time, program.steps, device)
+                names.append(name)
+        for card in reading.cards:
+            if not reading.programs:  # a process that does not say what its tensors hold
+                names.append(name := f"used card {card.index}")
+                held = (
+                    card.used if card.own is None else card.own
+                )  # in a container the driver hides processes
+                self._note(name, reading.time, held, held + card.free)
+        host = reading.host
+        if host is not None:
+            names.append(name := "host")
+            left = host.available
+            if host.limit is not None and host.limit_used is not None:
+                left = min(left, max(0, host.limit - host.limit_used))
+            self._note(name, reading.time, host.resident, host.resident + left)
+        return tuple(self._outlook(name) for name in names)
+
+    def _note(self, name: str, time: float, value: int, limit: int, step: int = 0) -> _Series:
+        series = self._series.setdefault(name, _Series())
+        series.limit = limit
+        if not series.seen or series.seen[-1][0] < time:
+            series.seen.append((time, float(value), step))
+        return series
+
+    def _note_device(self, name: str, time: float, steps: int, device: DeviceUse) -> None:
+        series = self._note(name, time, device.allocated, device.limit, steps)
+        if device.after_step is None:
+            return
+        ends = series.after_steps
+        if not ends or (steps > ends[-1][2] and time > ends[-1][0]):
+            ends.append((time, float(device.after_step), steps))
+        # A peak that has risen from one end of a step to the next is that step's own.
+        peak = device.step_peak or 0
+        if peak > series.peak and series.peak:
+            series.heights.append((time, float(peak - device.after_step)))
+        series.peak = max(series.peak, peak)
+        series.wasted.append(max(0, device.reserved - device.peak))
+        series.above.append((time, max(0.0, float(device.allocated - device.after_step))))
+
+    def _outlook(self, name: str) -> Outlook:
+        series = self._series[name]
+        points, height, trend, per_step = self._line(series)
+        if trend is None:
+            return Outlook(what=name, trend="unknown", limit=series.limit)
+        length = points[-1][0] - points[0][0]
+        least = _LEAST_SHARE * series.limit / length if length > 0 else 0.0
+        plain = Outlook(
+            what=name,
+            trend="none",
+            limit=series.limit,
+            per_second=trend.slope,
+            per_second_low=trend.low,
+            per_second_high=trend.high,
+            per_step=per_step,
+        )
+        if abs(trend.slope) < least or not (trend.rises or trend.falls):
+            return plain
+        if trend.falls:
+            return replace(plain, trend="falling")
+        seconds, low, high = _until(trend, series.limit - height)
+        passed = series.seen[-1][0] - points[-1][0]
+        return replace(
+            plain,
+            trend="rising",
+            seconds=max(0.0, seconds - passed),
+            seconds_low=max(0.0, low - passed),
+            seconds_high=None if high is None else max(0.0, high - passed),
+        )
+
+    def _line(self, series: _Series) -> tuple[list[Point], float, SeriesTrend | None, float | None]:
+        """The points of the line, how far the figure rises above it within a step, the line, and bytes a step.
+
+        A leak is of a step, and steps may come faster or slower: so what a step adds is taken from the whole window,
+        and how fast they come from its last third. What the allocator's holes keep from being used, even at the peak,
+        comes on top of the step's own height.
+        """
+        ends = list(series.after_steps)
+        ends = ends[within(ends, self._window) :]
+        if len(ends) >= 2:
+            known = [value for time, value in series.heights if time >= ends[0][0]]
+            above = known or [value for time, value in series.above if time >= ends[0][0]]
+            line, height = [(time, value) for time, value, _ in ends], max(above, default=0.0)
+            per_step = trend_of(thinned([(float(step), value) for _, value, step in ends]))
+            recent = ends[-max(LEAST, len(ends) // 3) :]
+            rate = trend_of(thinned([(time, float(step)) for time, _, step in recent]))
+            if per_step is None or rate is None:
+                return line, height, None, None
+            wasted = sorted(series.wasted)[len(series.wasted) // 2]
+            return line, height + wasted, per_step.times(rate), per_step.slope
+        seen = list(series.seen)
+        seen = seen[within(seen, self._window) :]
+        if seen and seen[-1][2] > seen[0][2]:
+            points = step_maxima(seen)
+        else:
+            points = maxima([(time, value) for time, value, _ in seen])
+        return points, 0.0, trend_of(thinned(points)), None
+
+
+def device_name(device: DeviceUse) -> str:
+    """A device as people write it."""
+    return "cpu" if device.kind == "metered" else f"cuda:{device.index}"
+
+
+def _until(trend: SeriesTrend, limit: float) -> tuple[float, float, float | None]:
+    found = trend.until(limit)
+    assert found is not None  # of one that rises
+    return found
