@@ -201,16 +201,15 @@ def test_offloaded_activations_stay_on_a_card_that_has_room(
         )
         batch = torch.ones(8, 64, device="cuda")
         ladder = survivor._ladder_for(batch)
-        ladder.climb(len(ladder.levels) - 1)
-        assert ladder.level.offload
+        offload = next(place for place, level in enumerate(ladder.levels) if level.offload)
+        ladder.climb(offload)
         survivor.step(batch)
         (event,) = survivor.events
         assert (event.kind, event.evidence) == ("host-pressure", "activations stay on the device")
         assert not ladder.level.offload
 
-        full = ladder.levels[-2]
-        ladder.climb(len(ladder.levels) - 1)
-        ladder.shortage(ladder.levels.index(full), 9 * GIB)  # without offloading the card was too small
+        ladder.climb(offload)
+        ladder.shortage(offload - 1, 9 * GIB)  # without offloading the card was too small
         survivor.step(batch)
         assert ladder.level.offload
         assert survivor.events[-1].evidence == "nothing that vramfit.survive may do takes less of the host"

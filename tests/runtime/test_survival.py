@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from torch import nn
 
 import vramfit
 from vramfit.errors import UsageError
+from vramfit.runtime.survival import guarded_step
 from vramfit.runtime.survival.guarded_step import GuardedStep
 from vramfit.runtime.survival.ladder import Ladder, Rung, RungLevel
 from vramfit.runtime.survival.leftovers import MemoryNow, Recovery, requested_bytes
@@ -354,3 +355,31 @@ def test_torchs_optimizers_step_in_slices_and_others_as_a_whole() -> None:
     for kind in (torch.optim.AdamW, torch.optim.Adafactor, torch.optim.Muon):
         assert GuardedStep(kind(parameters), Recovery(torch.device("cpu"))).by_parameter
     assert not GuardedStep(Own(parameters), Recovery(torch.device("cpu"))).by_parameter
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adafactor])
+def test_a_step_on_the_host_is_the_optimizers_own(
+    make: Callable[..., torch.optim.Optimizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With parameters of the CPU in the place of a card's: the way there and back, states made there included."""
+    monkeypatch.setattr(guarded_step, "_is_on_host", lambda _parameter: False)
+    models = [nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4)) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    plain, hosted = (make(model.parameters(), lr=0.01) for model in models)
+    guard = GuardedStep(hosted, Recovery(torch.device("cpu")))
+    for step in range(3):
+        batch = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+        for model in models:
+            model(batch).square().mean().backward()
+        plain.step()
+        guard.leave()
+        guard.step()
+        for model in models:
+            model.zero_grad()
+        assert guard.hosted == set(models[1].parameters())
+    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(one, other)
+        for name, value in plain.state[one].items():
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(hosted.state[other][name]))
+    guard.bring_back()
+    assert not guard.hosted and len(hosted.state) == 4

@@ -53,3 +53,34 @@ def test_a_program_that_catches_the_error_goes_on() -> None:
             else:
                 raise AssertionError(len(more))
         assert torch.cuda.memory_allocated() == held.nbytes
+
+
+def _with_states(limit: int | None, lengths: list[int]) -> tuple[list[tuple[str, str]], int, set[str]]:
+    """What was done, live bytes after the steps, and where the optimizer's states are then."""
+    with vramfit.VirtualGPU("RTX 4090", alloc_conf="", profile="none"):
+        model = nn.Linear(4096, 4096, bias=False).cuda()  # 64 MiB, and states of 128
+        optimizer = torch.optim.AdamW(model.parameters())
+        if limit is not None:
+            total = torch.cuda.get_device_properties(0).total_memory
+            torch.cuda.set_per_process_memory_fraction(limit / total)
+        survivor = vramfit.survive(
+            model, optimizer, loss=lambda whole, batch: whole(batch).square().mean(), patience=2
+        )
+        for length in lengths:
+            survivor.step(torch.empty(1, length, 4096, device="cuda"))
+        states = {value.device.type for value in optimizer.state[model.weight].values() if value.dim()}
+        alive = torch.cuda.memory_allocated()
+        survivor.close()
+    return [(event.kind, event.rung.value) for event in survivor.events], alive, states
+
+
+def test_states_of_the_optimizer_make_room_and_come_back() -> None:
+    """Of one example, without blocks that could be recomputed, nothing else can be spared."""
+    _, plain, _ = _with_states(None, [16, 16])
+    long = [16, 6144]  # inputs and outputs of 96 MiB
+    done, alive, states = _with_states(700 * MIB, long)
+    assert ("up", "optimizer-states") in done
+    assert states == {"cpu"} and alive == plain - 128 * MIB
+    done, alive, states = _with_states(700 * MIB, [*long, 16, 16, 16])
+    assert ("back", "plain") in done
+    assert states == {"cuda"} and alive == plain

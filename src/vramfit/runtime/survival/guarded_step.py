@@ -121,6 +121,31 @@ class GuardedStep:
         finally:
             optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = before, after
 
+    def leave(self) -> None:
+        """Move all states to the host, where the parameters step from then on; as far as the host has room.
+
+        Raises:
+            BaseException: what is no shortage of memory.
+        """
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter in self.hosted:
+                    continue
+                states = self.optimizer.state.get(parameter, {})
+                try:
+                    moved = {
+                        name: value.cpu() if isinstance(value, torch.Tensor) else value
+                        for name, value in states.items()
+                    }
+                except BaseException as error:
+                    if not self._recovery.noted(error):
+                        raise
+                    return
+                if states:
+                    states.update(moved)
+                self.hosted.add(parameter)
+        self._recovery.release()
+
     def bring_back(self) -> None:
         """Move states on the host back to the device: each is there as a whole or stays where it is.
 
@@ -196,7 +221,7 @@ class GuardedStep:
         Raises:
             BaseException: the host has no room; nothing is changed.
         """
-        if parameter.device.type == "cpu":  # it is there: once more, and then the error is passed on
+        if _is_on_host(parameter):  # once more, and then the error is passed on
             self._tried((parameter,), last=True)
             return
         optimizer = self.optimizer
@@ -228,7 +253,7 @@ class _Only:
         self, optimizer: Optimizer, part: Sequence[nn.Parameter], instead: nn.Parameter | None = None
     ) -> None:
         self._groups = optimizer.param_groups
-        self._chosen = {id(parameter): instead or parameter for parameter in part}
+        self._chosen = {id(one): one if instead is None else instead for one in part}
         self._whole: list[list[nn.Parameter]] = []
 
     def __enter__(self) -> None:
@@ -240,6 +265,10 @@ class _Only:
     def __exit__(self, *_: object) -> None:
         for group, whole in itertools.zip_longest(self._groups, self._whole):
             group["params"] = whole
+
+
+def _is_on_host(parameter: nn.Parameter) -> bool:
+    return parameter.device.type == "cpu"
 
 
 def _like(value: Any, parameter: nn.Parameter) -> Any:

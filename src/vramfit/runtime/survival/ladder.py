@@ -25,6 +25,7 @@ class Rung(Enum):
         MICRO_BATCHES: the batch in more pieces, with the same gradients but for rounding.
         CHECKPOINTING: blocks keep their input and run again in the backward pass.
         OFFLOAD: saved tensors wait on the host.
+        STATES: the optimizer's states are on the host, where its step is done.
     """
 
     PLAIN = "plain"
@@ -33,6 +34,7 @@ class Rung(Enum):
     MICRO_BATCHES = "micro-batches"
     CHECKPOINTING = "checkpointing"
     OFFLOAD = "activation-offload"
+    STATES = "optimizer-states"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,12 +45,14 @@ class RungLevel:
         rung: the rung that it stands on.
         pieces: micro-batches.
         checkpointing, offload: whether blocks are recomputed, and saved tensors wait on the host.
+        states: whether the optimizer's states are on the host.
     """
 
     rung: Rung
     pieces: int = 1
     checkpointing: bool = False
     offload: bool = False
+    states: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -116,6 +116,7 @@ class Survivor:
         self._ladder: Ladder | None = None
         self._standing = 0
         self._unattachable: set[int] = set()
+        self._checkpoints = True
         self.events: list[SurvivalEvent] = []
         self.steps = 0
         self._may_go_down = False
@@ -328,6 +329,9 @@ class Survivor:
             yield RungLevel(rung=Rung.MICRO_BATCHES, pieces=pieces)
         yield RungLevel(rung=Rung.CHECKPOINTING, pieces=pieces, checkpointing=True)
         yield RungLevel(rung=Rung.OFFLOAD, pieces=pieces, checkpointing=True, offload=True)
+        on_card, rounds = self.live.device.type != "cpu", not self.settings.numerics < Numerics.ROUNDING
+        if on_card and rounds and self._guard.by_parameter:  # the host's kernels round otherwise
+            yield RungLevel(rung=Rung.STATES, pieces=pieces, checkpointing=True, offload=True, states=True)
 
     def _stand_on(self, ladder: Ladder) -> None:
         """Attach what the level says, or the next one that can be attached.
@@ -346,13 +350,20 @@ class Survivor:
             except UsageError as error:
                 _log.info("%s is left out: %s", ladder.level.rung.value, error)
                 self._unattachable.add(ladder.place)
-                if ladder.place + 1 == len(ladder.levels):
-                    ladder.climb(0)
-                    return
-                ladder.climb(ladder.place + 1)
+                if ladder.level.rung is Rung.CHECKPOINTING:
+                    self._checkpoints = False
+                ladder.climb(self._attachable_near(ladder))
                 continue
             self._standing = ladder.place
-            return
+            break
+        if ladder.level.states:
+            self._guard.leave()
+
+    def _attachable_near(self, ladder: Ladder) -> int:
+        """The next level above that may be attached, or the highest below."""
+        places = [one for one in range(len(ladder.levels)) if one not in self._unattachable]
+        above = [one for one in places if one > ladder.place]
+        return above[0] if above else max(one for one in places if one < ladder.place)
 
     def _choices(self, level: RungLevel) -> list[Choice]:
         chosen = []
@@ -365,7 +376,7 @@ class Survivor:
                 batch_norm=norm,
             )
             chosen.append(Choice(technique=find_technique("micro-batching"), setting=setting))
-        if level.checkpointing:
+        if level.checkpointing and self._checkpoints:
             recomputed = find_technique("activation-checkpointing")
             chosen.append(Choice(technique=recomputed, setting=Checkpointing(mode=Mode.WHOLE)))
         if level.offload:
@@ -441,11 +452,12 @@ class Survivor:
 
     def _go_down(self, ladder: Ladder) -> None:
         """Leave a rung on trial."""
+        states = ladder.level.states
         ladder.go_down()
         while ladder.place in self._unattachable:
             ladder.climb(ladder.place - 1)
         self._tell("down", ladder.level.rung, pieces=ladder.level.pieces)
-        if ladder.place == 0 and self._guard.hosted:
+        if self._guard.hosted and (states or ladder.place == 0):
             self._bring_back()
 
     def _bring_back(self) -> None:
@@ -480,13 +492,13 @@ class Survivor:
             and device is not None
             and ladder.has_room_below(device)
         ):
+            states = ladder.level.states
             ladder.climb(ladder.place - 1)
+            if states:
+                self._bring_back()
+            what = "states of the optimizer are back" if states else "activations stay"
             self._tell(
-                "host-pressure",
-                ladder.level.rung,
-                cause,
-                "activations stay on the device",
-                ladder.level.pieces,
+                "host-pressure", ladder.level.rung, cause, f"{what} on the device", ladder.level.pieces
             )
             return
         if self._guard.hosted and self.live.device.type != "cpu":
