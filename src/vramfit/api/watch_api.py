@@ -29,6 +29,7 @@ def watch(
 ) -> ProcessWatcher:
     """Watch the memory of this process, or of another, from a thread, until the block or the process ends.
 
+    >>> import os
     >>> full = []
     >>> with vramfit.watch(every=0.1, thresholds={0.95: full.append}) as watcher:
     ...     weights = torch.zeros(1024, 1024)
