@@ -214,3 +214,8 @@ def test_offloaded_activations_stay_on_a_card_that_has_room(
         assert ladder.level.offload
         assert survivor.events[-1].evidence == "nothing that vramfit.survive may do takes less of the host"
         survivor.close()
+
+        ladder.climb(len(ladder.levels) - 1)
+        ladder.shortage(offload, 9 * GIB)  # with states on the device it was too small
+        survivor.step(batch)
+        assert ladder.level.states and survivor._guard.hosted == set(model.parameters())

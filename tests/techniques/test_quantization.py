@@ -319,6 +319,13 @@ def test_what_cannot_be_differentiated_has_no_gradient_scores() -> None:
     assert gradient_scores(model, {"0": [INT8]}, [inputs(torch.float32)], CPU) is None
 
 
+def test_gradients_are_not_asked_for_without_room_for_what_they_need() -> None:
+    """Saved are the result of the first layer (20 x 128 float32) that relu keeps, and that of the loss (20 x 32)."""
+    model, x = made(torch.float32).requires_grad_(False), inputs(torch.float32)
+    assert gradient_scores(model, {"0": [INT8]}, [x], CPU, room=10_239) is None
+    assert gradient_scores(model, {"0": [INT8]}, [x], CPU, room=1 << 20) is not None
+
+
 def test_places_of_padding_do_not_count() -> None:
     logits = torch.arange(12.0).view(1, 4, 3)
     mask = torch.tensor([[1, 1, 0, 1]])

@@ -52,11 +52,11 @@ def trainer_survivor(model: nn.Module, optimizer: torch.optim.Optimizer, options
     Raises:
         UsageError: an option is none, or has no such value.
     """
-    unknown = options.keys() - {"numerics", "reduction", "labels", "patience", "on_event"}
+    unknown = options.keys() - {"numerics", "reduction", "labels", "patience", "host_margin", "on_event"}
     if unknown:
         raise UsageError(
             f"{sorted(unknown)[0]} is no option of surviving in a trainer",
-            "Give numerics, reduction, labels, patience or on_event; losses, clipping and schedules are the trainer's",
+            "Give numerics, reduction, labels, patience, host_margin or on_event; the rest is the trainer's",
         )
     return survive(model, optimizer, **options)
 

@@ -34,7 +34,8 @@ class LightningSurvivalCallback(Callback):
     Metrics with a state of their own (torchmetrics) that ``training_step`` updates count an attempt that failed, too.
 
     Args:
-        options: how far it may go, as `vramfit.survive` takes it: numerics, reduction, labels, patience, on_event.
+        options: how far it may go, as `vramfit.survive` takes it: numerics, reduction, labels, patience,
+            host_margin, on_event.
 
     Attributes:
         events: what was done in the latest fit.

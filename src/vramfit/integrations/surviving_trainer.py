@@ -38,7 +38,8 @@ class TrainerSurvivalCallback(TrainerCallback):
 
     Args:
         trainer: the Trainer that the callback is added to.
-        options: how far it may go, as `vramfit.survive` takes it: numerics, reduction, labels, patience, on_event.
+        options: how far it may go, as `vramfit.survive` takes it: numerics, reduction, labels, patience,
+            host_margin, on_event.
 
     Attributes:
         events: what was done in the latest training.

@@ -85,7 +85,7 @@ class MemoryBudget:
             gpu=self.gpu,
             budget=budget,
             margin=margin,
-            host_bytes=_host_bytes() if self.host_bytes is None else self.host_bytes,
+            host_bytes=free_host_bytes() if self.host_bytes is None else self.host_bytes,
             host_budget=self.host_bytes,
             alloc_conf=self.alloc_conf,
         )
@@ -106,7 +106,7 @@ def budget_for_any_card(budget: MemoryBudget) -> MemoryBudget:
     return replace(budget, gpu=card)
 
 
-def _host_bytes() -> int:
+def free_host_bytes() -> int:
     """Memory of this machine that is free for the program, in bytes."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")

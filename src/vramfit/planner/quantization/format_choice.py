@@ -26,6 +26,7 @@ from vramfit.planner.planner_job import (
     Found,
     PlannerJob,
     TryFormatsJob,
+    free_host_bytes,
 )
 from vramfit.planner.quantization.format_trial import FormatQuestion, TriedFormats
 from vramfit.techniques.quantization.byte_program import FormatProgram, FormatTable, LayerScores
@@ -229,7 +230,9 @@ class FormatSearch:
         options = {layer.name: [WeightFormat(one) for one in layer.weight] for layer in self.table.layers}
         self._progress("quality by gradients")
         with in_evaluation(self._model):
-            found = gradient_scores(self._model, options, self._question.batches, self._device)
+            found = gradient_scores(
+                self._model, options, self._question.batches, self._device, _room_for_gradients(self._model)
+            )
         if found is None or not all(map(math.isfinite, found.alone.values())):
             return None
         return FormatProgram(self.table, found)
@@ -452,6 +455,13 @@ def _formats(
 
 def _key(chosen: Formats) -> tuple[tuple[str, str], ...]:
     return tuple(sorted((name, one.value) for name, one in chosen.items()))
+
+
+def _room_for_gradients(model: nn.Module) -> int | None:
+    """Half of what the host has free, for a model there; a card says itself when it has no more."""
+    if any(parameter.device.type != "cpu" for parameter in model.parameters()):
+        return None
+    return free_host_bytes() // 2
 
 
 def _no_scores(table: FormatTable) -> LayerScores:

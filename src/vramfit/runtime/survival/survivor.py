@@ -501,7 +501,8 @@ class Survivor:
                 "host-pressure", ladder.level.rung, cause, f"{what} on the device", ladder.level.pieces
             )
             return
-        if self._guard.hosted and self.live.device.type != "cpu":
+        # On the rung of states a step fits only without them on the device.
+        if self._guard.hosted and self.live.device.type != "cpu" and not ladder.level.states:
             self._bring_back()
             if not self._guard.hosted:
                 self._tell("host-pressure", rung, cause, "states of the optimizer are back on the device")

@@ -9,7 +9,7 @@ than what sums of single layers choose, and which of the two it is only a joint 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ def gradient_scores(
     options: Mapping[str, Sequence[WeightFormat]],
     batches: Sequence[Batch],
     device: torch.device,
+    room: int | None = None,
 ) -> LayerScores | None:
     """What formats cost by the gradients of a loss.
 
@@ -36,6 +37,7 @@ def gradient_scores(
         model: in evaluation mode; its parameters get no gradients.
         options: formats by layer.
         device: where layers with a format compute, as for `measured`.
+        room: bytes that tensors saved for the backward pass may take; None is without a limit.
 
     Returns:
         None where the model cannot be differentiated, as with operations that have no backward, or without memory for
@@ -45,17 +47,46 @@ def gradient_scores(
     alone = {key: cost for key, cost in alone.items() if key[1] is not WeightFormat.NONE}
     layers = quantisable(model)
     watched = {name: layers[name] for name in options}
-    try:
-        for batch in batches:
-            with torch.enable_grad(), _outputs_noted(watched) as calls:
+    for batch in batches:
+        try:
+            with torch.enable_grad(), _outputs_noted(watched) as calls, _saved_within(room):
                 loss = _loss(call_model(model, batch), batch)
                 reached = [one for one in calls if one[2].requires_grad]
                 gradients = torch.autograd.grad(loss, [one[2] for one in reached], allow_unused=True)
-            with torch.no_grad():
-                _add(alone, model, options, watched, reached, gradients, device)
-    except (RuntimeError, NotImplementedError):  # torch's own: no backward, written in place, no memory
-        return None
+        except (
+            _NoRoom,
+            RuntimeError,
+            NotImplementedError,
+        ):  # torch's: no backward, written in place, no memory
+            return None
+        with torch.no_grad():
+            _add(alone, model, options, watched, reached, gradients, device)
     return LayerScores(alone=alone)
+
+
+class _NoRoom(Exception):
+    """More would be saved for the backward pass than may be."""
+
+
+def _saved_within(room: int | None) -> AbstractContextManager[Any]:
+    """Ends a forward pass that saves more bytes than there is room for: the host's kernel would end the process."""
+    if room is None:
+        return nullcontext()
+    seen: dict[int, torch.UntypedStorage] = {}
+    held = 0
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal held
+        if not isinstance(tensor, nn.Parameter) and tensor.layout is torch.strided:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in seen:
+                seen[storage._cdata] = storage  # held, so that its address is nobody else's
+                held += storage.nbytes()
+                if held > room:
+                    raise _NoRoom
+        return tensor
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
 
 
 _Call = tuple[str, torch.Tensor, torch.Tensor]
