@@ -136,6 +136,8 @@ def _lines(card: GpuSpec) -> Iterable[tuple[str, str]]:
     yield "Shared memory", f"{format_bytes(limits.shared_memory_per_block_optin)} per block at most"
     yield "Dense TFLOP/s", ", ".join(f"{dtype} {_tera(card, dtype)}" for dtype in card.peak_flops)
     yield "Link to host", f"{card.link}, {card.host_link / 1e9:.1f} GB/s one way"
+    if card.nvlink:
+        yield "Link to cards", f"{card.nvlink}, {card.nvlink.bandwidth / 1e9:.1f} GB/s one way"
     if card.price:
         yield "Price", f"{card.price} ({card.price.source}, {card.price.date})"
     if card.aliases:
@@ -182,6 +184,8 @@ def _as_json(card: GpuSpec) -> dict[str, Any]:
         "peak_flops": dict(card.peak_flops),
         "link": card.link,
         "host_link_bytes_per_second": card.host_link,
+        "nvlink": None if card.nvlink is None else str(card.nvlink),
+        "nvlink_bytes_per_second": None if card.nvlink is None else card.nvlink.bandwidth,
         "context_bytes": card.context_bytes,
         "context_source": card.context_source,
         "typical_context_bytes": card.typical_context_bytes,

@@ -12,6 +12,7 @@ The catalogue and users' own card files share this form::
     memory_bus_bits = 384
     boost_clock_mhz = 2490
     link = "PCIe 4.0 x16"        # host_link_gbs = 26.0 beside it overrides the figure of the standard
+    nvlink = "NVLink 3 x12"      # optional: to other cards, "... bridge" by pairs; nvlink_gbs overrides its rate
     [peak_tflops]                # dense, by dtype, 10^12 operations per second
     float32 = 90.5
     float16 = 181.0
@@ -34,7 +35,7 @@ from typing import Annotated, Any, TypedDict
 from msgspec import Meta
 
 from vramfit.errors import UsageError
-from vramfit.gpus.spec import ARCHITECTURES, LIMITS, GpuKind, GpuSpec, PositiveNumber, Price, Text
+from vramfit.gpus.spec import ARCHITECTURES, LIMITS, GpuKind, GpuSpec, NvLink, PositiveNumber, Price, Text
 from vramfit.plain import Misfit, read
 from vramfit.units import parse_bytes
 
@@ -44,6 +45,15 @@ _LINK = re.compile(r"PCIe (3\.0|4\.0|5\.0|6\.0) x(1|2|4|8|16)")
 _C2C = "NVLink-C2C"
 _UNIFIED = "unified memory"
 _C2C_GBS = 450.0  # NVIDIA states 900 GB/s for both directions together
+_NVLINK = re.compile(r"NVLink ([1-5]) x([1-9]|1[0-8])( bridge)?")
+_NO_NVLINK = "none"
+_NVLINK_GBS_PER_LINK = {
+    1: 20.0,
+    2: 25.0,
+    3: 25.0,
+    4: 25.0,
+    5: 50.0,
+}  # one way; NVIDIA's NVLink page gives both together
 
 # -- The keys of a card's table: the types of their values, with the words that errors have for them ----------
 
@@ -63,6 +73,13 @@ _Link = Annotated[
     Meta(
         pattern=rf"^({_LINK.pattern}|{_C2C}|{_UNIFIED})\Z",
         description=f'like "PCIe 4.0 x16", or "{_C2C}" or "{_UNIFIED}"',
+    ),
+]
+_NvLinkText = Annotated[
+    str,
+    Meta(
+        pattern=rf"^({_NVLINK.pattern}|{_NO_NVLINK})\Z",
+        description='like "NVLink 4 x18" or "NVLink 3 x4 bridge"',
     ),
 ]
 
@@ -90,6 +107,8 @@ class _CardTable(TypedDict, total=False):
     ]
     link: _Link
     host_link_gbs: PositiveNumber
+    nvlink: _NvLinkText
+    nvlink_gbs: PositiveNumber
     context_bytes: _Count
     context_source: Text
     integrated: _Flag
@@ -183,7 +202,26 @@ def _read_keys(table: Mapping[str, Any]) -> dict[str, Any]:
     if "peak_tflops" in values:
         rates = values.pop("peak_tflops")
         values["peak_flops"] = MappingProxyType({dtype: _scaled(rate, 1e12) for dtype, rate in rates.items()})
+    rate = values.pop("nvlink_gbs", None)
+    if "nvlink" in values:
+        values["nvlink"] = _nvlink(values["nvlink"], rate)
+    elif rate is not None:
+        raise ValueError(
+            'nvlink_gbs is the rate of an nvlink, which is not given: add nvlink = "NVLink 4 x18"'
+        )
     return values
+
+
+def _nvlink(text: str, gbs: float | None) -> NvLink | None:
+    """What words such as ``NVLink 4 x18`` mean; None for ``none``."""
+    match = _NVLINK.fullmatch(text)
+    if match is None:
+        return None
+    generation, links = int(match.group(1)), int(match.group(2))
+    rate = _NVLINK_GBS_PER_LINK[generation] * links if gbs is None else gbs
+    return NvLink(
+        generation=generation, links=links, bandwidth=_scaled(rate, 1e9), bridged=bool(match.group(3))
+    )
 
 
 def _prepared(value: Any, key: str) -> Any:

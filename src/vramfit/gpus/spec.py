@@ -102,6 +102,27 @@ class Price:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class NvLink:
+    """NVLink of one card, to other cards.
+
+    Attributes:
+        generation: 1 to 5.
+        links: links of the card.
+        bandwidth: of all links together, B/s one way.
+        bridged: a bridge joins cards by pairs; else the node's board decides who is reached.
+    """
+
+    generation: int
+    links: int
+    bandwidth: float
+    bridged: bool = False
+
+    def __str__(self) -> str:
+        """Write it as the catalogue does: ``NVLink 4 x18``."""
+        return f"NVLink {self.generation} x{self.links}{' bridge' if self.bridged else ''}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class GpuSpec:
     """One card. Sizes are bytes, rates are per second, clocks are hertz.
 
@@ -126,6 +147,7 @@ class GpuSpec:
             is absent.
         link: the link to the host in words, ``"PCIe 4.0 x16"``.
         host_link: its bandwidth in B/s one way.
+        nvlink: NVLink to other cards, None for a card without.
         context_bytes: device memory that a CUDA context of torch takes, where it was measured.
         context_source: where that was read.
         integrated: the card shares its memory with the host.
@@ -151,6 +173,7 @@ class GpuSpec:
     peak_flops: Mapping[str, float]
     link: str
     host_link: float
+    nvlink: NvLink | None = None
     context_bytes: int | None = None
     context_source: str = ""
     integrated: bool = False
