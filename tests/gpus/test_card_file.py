@@ -199,3 +199,33 @@ def test_link_rates(link: str, gigabytes: float) -> None:
 def test_links_that_are_not_pcie() -> None:
     assert link_rate("NVLink-C2C", bandwidth=4e12) == 450e9
     assert link_rate("unified memory", bandwidth=273e9) == 273e9
+
+
+def test_nvlink_in_words(tmp_path: Path) -> None:
+    card = find_gpu(write(tmp_path, f'{COMPLETE}nvlink = "NVLink 4 x18"\n'))
+    assert card.nvlink is not None
+    assert (card.nvlink.generation, card.nvlink.links, card.nvlink.bridged) == (4, 18, False)
+    assert card.nvlink.bandwidth == 450e9
+    assert str(card.nvlink) == "NVLink 4 x18"
+    cut = find_gpu(
+        write(tmp_path, 'base = "A100 SXM 80GB"\nnvlink = "NVLink 3 x8 bridge"\nnvlink_gbs = 190.0')
+    )
+    assert cut.nvlink is not None
+    assert (cut.nvlink.bandwidth, cut.nvlink.bridged) == (190e9, True)
+    assert str(cut.nvlink) == "NVLink 3 x8 bridge"
+    assert find_gpu(write(tmp_path, 'base = "H100"\nnvlink = "none"')).nvlink is None
+    assert find_gpu(write(tmp_path, 'base = "H100"\nname = "Mine"')).nvlink == find_gpu("H100").nvlink
+
+
+@pytest.mark.parametrize(
+    ("line", "wrong"),
+    [
+        ('nvlink = "NVLink 4"', 'nvlink must be like "NVLink 4 x18" or "NVLink 3 x4 bridge"'),
+        ('nvlink = "NVLink 9 x4"', "nvlink must be like"),
+        ('nvlink = "NVLink 4 x0"', "nvlink must be like"),
+        ("nvlink_gbs = 25.0", "nvlink_gbs is the rate of an nvlink, which is not given"),
+    ],
+)
+def test_nvlink_that_makes_no_sense(tmp_path: Path, line: str, wrong: str) -> None:
+    with pytest.raises(UsageError, match=wrong):
+        find_gpu(write(tmp_path, f"{COMPLETE}{line}\n"))

@@ -236,3 +236,38 @@ def test_cards_are_ordered_by_generation() -> None:
 
 def test_the_catalogue_is_read_once() -> None:
     assert catalogue() is catalogue()
+
+
+# Both directions together, GB/s, as NVIDIA's data sheets and whitepapers print it.
+NVLINK_BOTH_WAYS = {
+    "V100 SXM2 32GB": 300,
+    "RTX 2080": 50,
+    "RTX 2080 Ti": 100,
+    "RTX 3090": 112.5,
+    "RTX A6000": 112.5,
+    "A40": 112.5,
+    "A30": 200,
+    "A100 PCIe 80GB": 600,
+    "A100 SXM 80GB": 600,
+    "H100 PCIe": 600,
+    "H100 SXM": 900,
+    "H100 NVL": 600,
+    "H20": 900,
+    "H200 SXM": 900,
+    "H200 NVL": 900,
+    "GH200 96GB": 900,
+    "B200": 1800,
+    "GB300": 1800,
+}
+
+
+@pytest.mark.parametrize(("name", "both_ways"), NVLINK_BOTH_WAYS.items())
+def test_nvlink_is_half_of_what_data_sheets_print(name: str, both_ways: float) -> None:
+    nvlink = CARDS[name].nvlink
+    assert nvlink is not None
+    assert nvlink.bandwidth == both_ways / 2 * 1e9
+
+
+@pytest.mark.parametrize("name", ["RTX 4090", "L40S", "A10", "V100 PCIe 32GB", "RTX PRO 6000 Server", "T4"])
+def test_cards_without_nvlink(name: str) -> None:
+    assert CARDS[name].nvlink is None

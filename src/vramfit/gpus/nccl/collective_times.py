@@ -313,7 +313,7 @@ def exchange_seconds(collective: NcclCollective, nbytes: int, layout: RankLayout
     inside_gbs = layout.graph.total_gbs if layout.nodes == 1 else _inside_gbs(layout)
     outside_gbs = layout.node.nic_bandwidth / 1e9 * layout.node.nics / layout.node.cards
     if collective is NcclCollective.SEND_RECEIVE:
-        far = nbytes if layout.nodes > 1 else 0
+        far = float(nbytes) if layout.nodes > 1 else 0.0
         near = nbytes - far
     else:
         near = nbytes * (layout.local - 1) / layout.ranks
