@@ -32,6 +32,36 @@ class Process:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class HostProcess:
+    """A process of this machine that uses a card or inherited one, as the system sees it.
+
+    Attributes:
+        pid, parent: its id and its parent's; a parent of 1 is the system's, after the real one has ended.
+        name: its program.
+        has_card_open: it has the file open that a CUDA context opens (``/dev/nvidia-uvm``).
+        rank, local_rank: of a launcher (``RANK``, ``LOCAL_RANK``), None without.
+        job: the port at which the ranks of its job meet (``MASTER_PORT``), empty if no launcher says so.
+    """
+
+    pid: int
+    parent: int
+    name: str = ""
+    has_card_open: bool = False
+    rank: int | None = None
+    local_rank: int | None = None
+    job: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NcclFileSetting:
+    """A variable that a file of NCCL sets (``/etc/nccl.conf``, ``~/.nccl.conf``)."""
+
+    name: str
+    value: str
+    path: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class MigInstance:
     """A slice of a card in MIG mode."""
 
@@ -226,6 +256,8 @@ class Facts:
         torch: None if it could not be imported.
         torch_error: why.
         virtual_error: why the virtual GPU cannot run here; empty if its self-check passed, None if it did not run.
+        nccl_files: what NCCL's own files set, the first of a name winning; the environment goes before them.
+        processes: those of this machine that use a card, or inherited one.
     """
 
     host: Host = field(default_factory=Host)
@@ -236,6 +268,8 @@ class Facts:
     torch: Torch | None = None
     torch_error: str = ""
     virtual_error: str | None = ""
+    nccl_files: tuple[NcclFileSetting, ...] = ()
+    processes: tuple[HostProcess, ...] = ()
 
     @property
     def cards(self) -> tuple[Card, ...]:
@@ -252,6 +286,38 @@ RELEVANT = (
     "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT",
     "CUBLAS_WORKSPACE_CONFIG",
     "CUBLASLT_WORKSPACE_SIZE",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "NCCL_ALGO",
+    "NCCL_BUFFSIZE",
+    "NCCL_COMM_SPLIT_SHARE_RESOURCES",
+    "NCCL_CUMEM_ENABLE",
+    "NCCL_CUMEM_HOST_ENABLE",
+    "NCCL_DEBUG",
+    "NCCL_IB_DISABLE",
+    "NCCL_LL128_BUFFSIZE",
+    "NCCL_LL_BUFFSIZE",
+    "NCCL_MAX_CTAS",
+    "NCCL_MAX_NCHANNELS",
+    "NCCL_MAX_NRINGS",
+    "NCCL_MAX_P2P_NCHANNELS",
+    "NCCL_MIN_CTAS",
+    "NCCL_MIN_NCHANNELS",
+    "NCCL_MIN_NRINGS",
+    "NCCL_MIN_P2P_NCHANNELS",
+    "NCCL_NCHANNELS_PER_NET_PEER",
+    "NCCL_NSOCKS_PERTHREAD",
+    "NCCL_NVLS_CHUNKSIZE",
+    "NCCL_NVLS_ENABLE",
+    "NCCL_NVLS_NCHANNELS",
+    "NCCL_P2P_DISABLE",
+    "NCCL_P2P_LEVEL",
+    "NCCL_P2P_NET_CHUNKSIZE",
+    "NCCL_P2P_NVL_CHUNKSIZE",
+    "NCCL_P2P_PCI_CHUNKSIZE",
+    "NCCL_PROTO",
+    "NCCL_RUNTIME_CONNECT",
+    "NCCL_SHM_DISABLE",
+    "NCCL_SOCKET_NTHREADS",
     "NVIDIA_VISIBLE_DEVICES",
     "PYTORCH_ALLOC_CONF",
     "PYTORCH_CUDA_ALLOC_CONF",
@@ -259,6 +325,9 @@ RELEVANT = (
     "PYTORCH_NO_CUDA_MEMORY_CACHING",
     "TORCH_CUBLAS_WORKSPACE_CACHE",
     "TORCH_CUBLASLT_UNIFIED_WORKSPACE",
+    "TORCH_NCCL_AVOID_RECORD_STREAMS",
+    "TORCH_NCCL_TRACE_BUFFER_SIZE",
+    "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK",
     "TMPDIR",
 )
 """Variables that decide about memory."""
@@ -290,6 +359,7 @@ class FindingArea(Enum):
     CARDS = "cards"
     VISIBILITY = "visible devices"
     ALLOCATOR = "allocator settings"
+    RANKS = "several cards"
     HOST = "host"
     VIRTUAL = "virtual GPU"
 

@@ -14,7 +14,17 @@ from pathlib import Path
 from typing import TypeVar
 
 from vramfit.allocator.versions import REFERENCE_VERSION, alloc_conf_from_env, parse_torch_version
-from vramfit.doctor.facts import RELEVANT, Container, Facts, FolderFacts, Host, NvidiaDriver, Torch
+from vramfit.doctor.facts import (
+    RELEVANT,
+    Container,
+    Facts,
+    FolderFacts,
+    Host,
+    HostProcess,
+    NvidiaDriver,
+    Torch,
+)
+from vramfit.doctor.host_processes import read_nccl_files, read_processes
 from vramfit.doctor.probe import DriverAnswer, ProbeJob, Question, VirtualAnswer
 from vramfit.launch.job import result_of
 from vramfit.launch.starting import answer, python_command
@@ -221,7 +231,16 @@ def gather(
         torch=torch,
         torch_error=torch_error,
         virtual_error=virtual_error,
+        nccl_files=read_nccl_files(root),
+        processes=_processes(driver, root),
     )
+
+
+def _processes(driver: NvidiaDriver | None, root: Path) -> tuple[HostProcess, ...]:
+    """Who uses or inherited a card here; nobody where there is none."""
+    if driver is None or not driver.cards:
+        return ()
+    return read_processes({one.pid for card in driver.cards for one in card.processes}, root)
 
 
 def _driver(timeout: float) -> tuple[NvidiaDriver | None, str]:

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from vramfit.doctor.checks import allocator, build, cards, host_limits, visibility
+from vramfit.doctor.checks import (
+    allocator,
+    build,
+    cards,
+    host_limits,
+    nccl_environment,
+    ranks_on_cards,
+    visibility,
+)
 from vramfit.doctor.facts import Check, Diagnosis, Facts, FindingArea
 
 CHECKS: tuple[Check, ...] = (
@@ -10,6 +18,8 @@ CHECKS: tuple[Check, ...] = (
     *cards.CHECKS,
     *visibility.CHECKS,
     *allocator.CHECKS,
+    *nccl_environment.CHECKS,
+    *ranks_on_cards.CHECKS,
     *host_limits.CHECKS,
 )
 """All of them, in the order in which findings of equal weight and area stand."""
