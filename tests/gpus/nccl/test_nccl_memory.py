@@ -75,6 +75,17 @@ def test_what_a_single_rank_took_when_a_pull_request_measured_it() -> None:
     assert lazy.low == 476 * MIB
 
 
+def test_further_groups_of_a_single_rank() -> None:
+    # sgl-project/sglang#35538, an RTX 3060: 388 MiB for each new_group([0]), 10 MiB with NCCL_MAX_NCHANNELS=1; the
+    # first took 470 MiB (584 less a context of 114), 6 MiB below what is said: kernels of another version
+    alone = communicator_memory(use(layout("RTX 3060", 1, cumem=True))).total
+    assert alone.low == alone.likely == alone.high == 388 * MIB
+    one_channel = communicator_memory(use(layout("RTX 3060", 1, cumem=True, max_channels=1))).total
+    assert one_channel.likely == 10 * MIB
+    first = process_memory([use(layout("RTX 3060", 1, cumem=True))]).total
+    assert first.low - 470 * MIB == 6 * MIB
+
+
 def test_the_first_all_to_all_of_eight_h100() -> None:
     # nccl#1685: allocations of 10,485,760 and 2,097,152 bytes; 1.06 GB before, 4.34 GB after. Whether that is 10^9 or
     # 2^30 bytes is not said; nor whether the communicator was there before. It falls in if the call made it.
@@ -179,6 +190,16 @@ def test_connections_are_made_when_an_algorithm_is_first_used() -> None:
     assert part(eager, "rings and trees") == (336, 576, 576)
     assert part(eager, "SHARP") == (258, 258, 258)
     assert part(eager, "pools") == (256, 256, 256)
+
+
+def test_trees_of_nvlink_sharp_join_nodes() -> None:
+    # src/graph/connect.cc, connectNvls: every rank is a head, on all 16 channels, with 20 MiB for each neighbour
+    two = communicator_memory(use(layout("H100", 16, 2, cumem=True), sizes=(1024 * MIB,)))
+    many = communicator_memory(use(layout("H100", 64, 8, cumem=True), sizes=(1024 * MIB,)))
+    assert part(two, "SHARP trees") == (320, 320, 320)
+    assert part(many, "SHARP trees") == (320, 640, 640)
+    gathered = communicator_memory(use(layout("H100", 64, 8, cumem=True), SHARDED))
+    assert all("SHARP trees" not in one.name for one in gathered.parts)
 
 
 def test_buffers_follow_their_settings() -> None:

@@ -75,7 +75,8 @@ class ByteRange:
 
 
 _RING, _TREE, _PAT = NcclAlgorithm.RING, NcclAlgorithm.TREE, NcclAlgorithm.PAT
-_SHARP = frozenset({NcclAlgorithm.NVLS, NcclAlgorithm.NVLS_TREE})
+_NVLS_TREE = NcclAlgorithm.NVLS_TREE
+_SHARP = frozenset({NcclAlgorithm.NVLS, _NVLS_TREE})
 
 NOTHING = ByteRange(low=0, likely=0, high=0)
 
@@ -318,6 +319,20 @@ def _nvls(use: CommunicatorUse, channels: Channels, *, lazy: bool, shared: bool)
         ),
         source="src/transport/nvls.cc, ncclNvlsSetup and ncclNvlsBufferSetup",
     )
+    if layout.nodes > 1:
+        tree = channels.nvls * _ends(layout)[1].both
+        usual = min(
+            2, layout.nodes - 1
+        )  # leaf of one tree and inner node of the other, in turn: two on average
+        yield NcclPart(
+            name="connections of NVLink SHARP trees",
+            nbytes=ByteRange(
+                low=0 if shared or _NVLS_TREE not in connected.low else tree,
+                likely=usual * tree if _NVLS_TREE in connected.likely else 0,
+                high=usual * tree if _NVLS_TREE in connected.high else 0,
+            ),
+            source="src/graph/connect.cc, connectNvls; src/transport/nvls.cc, ncclNvlsTreeConnect",
+        )
 
 
 def _pools(use: CommunicatorUse, channels: Channels, *, lazy: bool, shared: bool) -> Iterator[NcclPart]:
@@ -403,7 +418,8 @@ def _cost(algorithm: NcclAlgorithm, layout: RankLayout) -> tuple[int, str]:
     if algorithm in _SHARP:
         chunked = layout.version >= (2, 21, 0)
         sharp = nvls_bytes(channels.nvls, min(32, layout.local), chunked=chunked, settings=layout.settings)
-        return sharp, algorithm.value
+        trees = channels.nvls * between.both if algorithm is _NVLS_TREE else 0
+        return sharp + trees, algorithm.value
     kind = tree_bytes if algorithm is _TREE else ring_bytes
     doublings = 2 * (layout.ranks - 1).bit_length() if algorithm is _PAT else 1
     taken = kind(inside, between, local=layout.local, nodes=layout.nodes).low
