@@ -13,13 +13,8 @@ from typing import Any
 
 from vramfit.gpus import find_gpu
 from vramfit.gpus.nccl.collective_times import NcclCollective, RankLayout, collective_seconds
-from vramfit.gpus.nccl.nccl_memory import (
-    ByteRange,
-    CommunicatorUse,
-    communicator_memory,
-    library_part,
-    process_memory,
-)
+from vramfit.gpus.nccl.communicator_use import ByteRange, CommunicatorUse
+from vramfit.gpus.nccl.nccl_memory import communicator_memory, library_part, process_memory
 from vramfit.gpus.nccl.nccl_settings import REFERENCE_NCCL, NcclSettings, NcclVersion
 from vramfit.gpus.nccl.node_types import usual_node
 from vramfit.units import GIB, MIB

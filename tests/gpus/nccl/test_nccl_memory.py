@@ -8,10 +8,9 @@ from tests.gpus.nccl.layouts import layout
 
 from vramfit.gpus import find_gpu
 from vramfit.gpus.nccl.collective_times import NcclCollective, RankLayout
+from vramfit.gpus.nccl.communicator_use import NOTHING, CommunicatorUse
 from vramfit.gpus.nccl.nccl_buffers import ConnectionEnds, local_ends, network_ends, ring_and_tree_bytes
 from vramfit.gpus.nccl.nccl_memory import (
-    NOTHING,
-    CommunicatorUse,
     NcclMemory,
     communicator_memory,
     library_part,
@@ -30,6 +29,10 @@ TORCH_2_0 = (2, 18, 3)
 
 def use(of: RankLayout, collectives: frozenset[NcclCollective] = ALL_REDUCE, **more: Any) -> CommunicatorUse:
     return CommunicatorUse(layout=of, collectives=collectives, **more)
+
+
+def calls(nbytes: int) -> frozenset[tuple[NcclCollective, int]]:
+    return frozenset({(NcclCollective.ALL_REDUCE, nbytes)})
 
 
 def part(memory: NcclMemory, name: str) -> tuple[int, int, int]:
@@ -183,7 +186,7 @@ def test_connections_are_made_when_an_algorithm_is_first_used() -> None:
     gathered = communicator_memory(use(lazy, SHARDED))
     assert part(gathered, "rings and trees") == (288, 288, 288)  # rings only: 24 channels of 12 MiB
     assert part(gathered, "SHARP") == (2, 2, 258)  # 16 channels, 2 directions, 8 cards, 1 MiB, and counters
-    large = communicator_memory(use(lazy, ALL_REDUCE, sizes=(256 * MIB,)))
+    large = communicator_memory(use(lazy, ALL_REDUCE, calls=calls(256 * MIB)))
     assert part(large, "SHARP") == (258, 258, 258)
     assert all("rings" not in one.name for one in large.parts)
     eager = communicator_memory(use(layout("H100", 8, cumem=False), SHARDED))
@@ -194,8 +197,8 @@ def test_connections_are_made_when_an_algorithm_is_first_used() -> None:
 
 def test_trees_of_nvlink_sharp_join_nodes() -> None:
     # src/graph/connect.cc, connectNvls: every rank is a head, on all 16 channels, with 20 MiB for each neighbour
-    two = communicator_memory(use(layout("H100", 16, 2, cumem=True), sizes=(1024 * MIB,)))
-    many = communicator_memory(use(layout("H100", 64, 8, cumem=True), sizes=(1024 * MIB,)))
+    two = communicator_memory(use(layout("H100", 16, 2, cumem=True), calls=calls(1024 * MIB)))
+    many = communicator_memory(use(layout("H100", 64, 8, cumem=True), calls=calls(1024 * MIB)))
     assert part(two, "SHARP trees") == (320, 320, 320)
     assert part(many, "SHARP trees") == (320, 640, 640)
     gathered = communicator_memory(use(layout("H100", 64, 8, cumem=True), SHARDED))
@@ -270,7 +273,7 @@ def test_over_nodes_all_peers_share_pools() -> None:
 def test_one_rank_a_node() -> None:
     of = layout("GH200", 8, 8, cumem=True)
     assert network_ends(of.node, of.settings) == ConnectionEnds(send=10 * MIB, receive=10 * MIB)
-    gathered = communicator_memory(use(of, SHARDED, sizes=(1024 * MIB,)))
+    gathered = communicator_memory(use(of, SHARDED, calls=frozenset((kind, 1024 * MIB) for kind in SHARDED)))
     assert part(gathered, "rings")[1] == 4 * 20
     assert part(communicator_memory(use(of, SHARDED)), "binomial")[2] == 4 * 6 * 20  # 3 doublings, both ways
 

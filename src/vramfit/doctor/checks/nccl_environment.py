@@ -11,8 +11,9 @@ from vramfit.doctor.facts import Check, Facts, Finding, FindingArea
 from vramfit.errors import UnknownGpuError
 from vramfit.gpus import GpuSpec, find_gpu
 from vramfit.gpus.nccl.collective_times import NcclCollective, RankLayout
+from vramfit.gpus.nccl.communicator_use import ByteRange, CommunicatorUse
 from vramfit.gpus.nccl.nccl_buffers import in_blocks
-from vramfit.gpus.nccl.nccl_memory import ByteRange, CommunicatorUse, communicator_memory, library_part
+from vramfit.gpus.nccl.nccl_memory import communicator_memory, library_part
 from vramfit.gpus.nccl.nccl_settings import NcclSettings, nccl_number
 from vramfit.gpus.nccl.node_types import usual_node
 from vramfit.units import format_bytes

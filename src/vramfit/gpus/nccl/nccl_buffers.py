@@ -66,7 +66,7 @@ def local_ends(card: GpuSpec, node: NodeType, settings: NcclSettings, *, local: 
     Args:
         local: ranks of the communicator in the node: a bridge joins two.
     """
-    if not _direct(node, settings, local):
+    if not cards_meet_directly(node, settings, local=local):
         if not settings.shm:  # NCCL_P2P_DISABLE and NCCL_SHM_DISABLE: over the network, to itself
             return network_ends(node, settings)
         return ConnectionEnds(send=0, receive=0)
@@ -78,7 +78,8 @@ def local_ends(card: GpuSpec, node: NodeType, settings: NcclSettings, *, local: 
     )
 
 
-def _direct(node: NodeType, settings: NcclSettings, local: int) -> bool:
+def cards_meet_directly(node: NodeType, settings: NcclSettings, *, local: int) -> bool:
+    """Whether cards of a node reach each other without going through the host; a bridge joins two."""
     bridged = node.card_link is CardLink.BRIDGE and local <= 2
     return settings.p2p and (bridged or node.card_link in (CardLink.NVLINK, CardLink.PCIE))
 

@@ -16,34 +16,29 @@ NCCL decides by itself, and an estimate covers both unless it is set.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from vramfit.gpus.nccl.collective_times import EXCHANGES, NcclCollective, RankLayout, does, nccl_choice
-from vramfit.gpus.nccl.nccl_buffers import (
-    BLOCK,
-    ConnectionEnds,
-    RankBytes,
-    in_blocks,
-    local_ends,
-    network_ends,
-    nvls_bytes,
-    pool_bytes,
-    ring_and_tree_bytes,
-    ring_bytes,
-    tree_bytes,
+from vramfit.gpus.nccl.collective_times import EXCHANGES, NcclCollective
+from vramfit.gpus.nccl.communicator_use import (
+    NOTHING,
+    SHARP,
+    ByteRange,
+    CommunicatorUse,
+    binomial_range,
+    channels_for,
+    connected_algorithms,
+    connection_ends,
+    ring_tree_range,
 )
-from vramfit.gpus.nccl.nccl_channels import Channels, channels_of
+from vramfit.gpus.nccl.nccl_buffers import BLOCK, in_blocks, nvls_bytes, pool_bytes
+from vramfit.gpus.nccl.nccl_channels import Channels, compute_number
 from vramfit.gpus.nccl.nccl_settings import NcclAlgorithm
-from vramfit.gpus.nccl.node_types import CardLink
 from vramfit.gpus.spec import GpuSpec
 from vramfit.units import KIB, MIB
 
 _DEVICE_PEER = 640
 """sizeof(ncclDevChannelPeer) of src/include/device.h: four ncclConnInfo."""
-_SIZES = (4 * KIB, 1 * MIB, 64 * MIB, 1024 * MIB)
-"""What collectives of a training are taken to be where nothing is known: flags, tensors, buckets, whole layers."""
-
 _CODE = ((120, 164, 1280), (100, 186, 2040), (90, 193, 1976), (80, 88, 1504), (0, 89, 1072))
 """From a compute number on: MiB of kernels that NCCL loads, and bytes of stack of one thread.
 
@@ -53,32 +48,6 @@ All are loaded with the first communicator (src/enqueue.cc, ncclInitKernelsForDe
 """
 _USUAL_STACK = 1024
 """CUDA C++ Programming Guide, cudaLimitStackSize: what a context has set aside for each thread anyway."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ByteRange:
-    """Bytes: at least, most likely, and at most."""
-
-    low: int
-    likely: int
-    high: int
-
-    def __add__(self, other: ByteRange) -> ByteRange:
-        """Both together."""
-        return ByteRange(
-            low=self.low + other.low, likely=self.likely + other.likely, high=self.high + other.high
-        )
-
-    def __contains__(self, nbytes: int) -> bool:
-        """Whether a measured figure falls in it."""
-        return self.low <= nbytes <= self.high
-
-
-_RING, _TREE, _PAT = NcclAlgorithm.RING, NcclAlgorithm.TREE, NcclAlgorithm.PAT
-_NVLS_TREE = NcclAlgorithm.NVLS_TREE
-_SHARP = frozenset({NcclAlgorithm.NVLS, _NVLS_TREE})
-
-NOTHING = ByteRange(low=0, likely=0, high=0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,29 +63,6 @@ class NcclPart:
     name: str
     nbytes: ByteRange
     source: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CommunicatorUse:
-    """A communicator and what is done with it.
-
-    Attributes:
-        layout: its ranks on cards.
-        collectives: what it was asked for; none so far means that it takes nothing.
-        sizes: bytes of these collectives, of the whole of each; without them sizes of a usual training are assumed.
-        send_peers, receive_peers: ranks of this node that this rank sends to, or receives from, for sends and receives;
-            an all-to-all reaches all.
-        split: it was split from a communicator that exists (``ncclCommSplit``): ``split_group``, and ``new_group``
-            where ``init_process_group`` was given a ``device_id``. It shares its parent's buffers only where
-            ``splitShare`` or NCCL_COMM_SPLIT_SHARE_RESOURCES asks for it, which torch does not.
-    """
-
-    layout: RankLayout
-    collectives: frozenset[NcclCollective] = frozenset()
-    sizes: tuple[int, ...] = ()
-    send_peers: int = 0
-    receive_peers: int = 0
-    split: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,7 +101,7 @@ def library_part(card: GpuSpec) -> NcclPart:
     Low is the kernels alone. Likely adds the stack of all threads that the card keeps resident, beyond CUDA's default;
     high the whole stack, for a context that had set aside none.
     """
-    number = card.compute_capability[0] * 10 + card.compute_capability[1]
+    number = compute_number(card)
     code, stack = next((mib * MIB, stack) for start, mib, stack in _CODE if number >= start)
     threads = card.sm_count * card.max_threads_per_sm
     return NcclPart(
@@ -204,11 +150,11 @@ def _covering(virtual: NcclMemory, plain: NcclMemory) -> NcclMemory:
 
 def _with_cumem(use: CommunicatorUse, *, cumem: bool) -> NcclMemory:
     layout = use.layout
-    channels = _channels(layout)
+    channels = channels_for(layout)
     shared = use.split and bool(layout.settings.split_shares)
     parts = [
         _arrays(use, channels, cumem=cumem, shared=shared),
-        *_rings_and_trees(use, channels, lazy=_lazy(use, cumem=cumem), shared=shared),
+        *_rings_and_trees(use, lazy=_lazy(use, cumem=cumem), shared=shared),
         *_nvls(use, channels, lazy=_lazy(use, cumem=cumem), shared=shared),
         *_pools(use, channels, lazy=_lazy(use, cumem=cumem), shared=shared),
         *_peers(use, channels, shared=shared),
@@ -252,53 +198,23 @@ def _at_least(count: int) -> int:
     return 1 << max(0, count - 1).bit_length()
 
 
-def _ends(layout: RankLayout) -> tuple[ConnectionEnds, ConnectionEnds]:
-    inside = local_ends(layout.card, layout.node, layout.settings, local=layout.local)
-    return inside, network_ends(layout.node, layout.settings)
-
-
-def _rings_and_trees(
-    use: CommunicatorUse, channels: Channels, *, lazy: bool, shared: bool
-) -> Iterator[NcclPart]:
-    layout = use.layout
-    if layout.ranks == 1:
-        return
-    inside, between = _ends(layout)
-    local, nodes = layout.local, layout.nodes
-    kinds = {
-        _RING: ring_bytes(inside, between, local=local, nodes=nodes),
-        _TREE: tree_bytes(inside, between, local=local, nodes=nodes),
-    }
-    even = layout.node.card_link is CardLink.NVLINK and nodes == 1
-    both = ring_and_tree_bytes(inside, between, local=local, nodes=nodes, even=even)
-
-    def of(algorithms: Collection[NcclAlgorithm]) -> RankBytes:
-        found = [kind for one, kind in kinds.items() if one in algorithms]
-        return both if len(found) == 2 else found[0] if found else RankBytes(low=0, likely=0, high=0)
-
-    connected = _connected(use, lazy=lazy)
+def _rings_and_trees(use: CommunicatorUse, *, lazy: bool, shared: bool) -> Iterator[NcclPart]:
+    inside, between = connection_ends(use.layout)
     yield NcclPart(
         name="connections of rings and trees",
-        nbytes=ByteRange(
-            low=0 if shared else channels.low * of(connected.low).low,
-            likely=channels.likely * of(connected.likely).likely,
-            high=channels.high * of(connected.high).high,
-        ),
+        nbytes=_or_shared(ring_tree_range(use, inside, between, lazy=lazy), shared=shared),
         source="src/transport/p2p.cc and net.cc; see the note in nccl_buffers.py",
     )
-    if local > 1 or layout.version < (2, 23, 0):
-        return
-    # Binomial trees where each node has one rank: neighbours at 1, 2, 4, ... ranks either way.
-    whole = 2 * (layout.ranks - 1).bit_length() * between.both
     yield NcclPart(
         name="connections of binomial trees (PAT)",
-        nbytes=ByteRange(
-            low=0 if shared or _PAT not in connected.low else channels.low * whole,
-            likely=channels.likely * whole if _PAT in connected.likely else 0,
-            high=channels.high * whole if _PAT in connected.high else 0,
-        ),
+        nbytes=_or_shared(binomial_range(use, between, lazy=lazy), shared=shared),
         source="src/transport/generic.cc, ncclTransportPatConnect",
     )
+
+
+def _or_shared(found: ByteRange, *, shared: bool) -> ByteRange:
+    """Where a parent's connections are shared, all of them may be there already."""
+    return replace(found, low=0) if shared else found
 
 
 def _nvls(use: CommunicatorUse, channels: Channels, *, lazy: bool, shared: bool) -> Iterator[NcclPart]:
@@ -309,27 +225,26 @@ def _nvls(use: CommunicatorUse, channels: Channels, *, lazy: bool, shared: bool)
     heads = min(32, layout.local)
     whole = nvls_bytes(channels.nvls, heads, chunked=chunked, settings=layout.settings)
     counters = BLOCK if layout.version >= (2, 22, 0) else 0
-    connected = _connected(use, lazy=lazy)
+    connected = connected_algorithms(use, lazy=lazy)
     yield NcclPart(
         name="buffers of NVLink SHARP",
         nbytes=ByteRange(
-            low=0 if shared else counters + (whole if connected.low & _SHARP else 0),
-            likely=counters + (whole if connected.likely & _SHARP else 0),
-            high=counters + (whole if connected.high & _SHARP else 0),
+            low=0 if shared else counters + (whole if connected.low & SHARP else 0),
+            likely=counters + (whole if connected.likely & SHARP else 0),
+            high=counters + (whole if connected.high & SHARP else 0),
         ),
         source="src/transport/nvls.cc, ncclNvlsSetup and ncclNvlsBufferSetup",
     )
     if layout.nodes > 1:
-        tree = channels.nvls * _ends(layout)[1].both
-        usual = min(
-            2, layout.nodes - 1
-        )  # leaf of one tree and inner node of the other, in turn: two on average
+        tree = channels.nvls * connection_ends(layout)[1].both
+        # a leaf of one tree and an inner node of the other, in turn: two neighbours on average
+        usual = min(2, layout.nodes - 1)
         yield NcclPart(
             name="connections of NVLink SHARP trees",
             nbytes=ByteRange(
-                low=0 if shared or _NVLS_TREE not in connected.low else tree,
-                likely=usual * tree if _NVLS_TREE in connected.likely else 0,
-                high=usual * tree if _NVLS_TREE in connected.high else 0,
+                low=0 if shared or NcclAlgorithm.NVLS_TREE not in connected.low else tree,
+                likely=usual * tree if NcclAlgorithm.NVLS_TREE in connected.likely else 0,
+                high=usual * tree if NcclAlgorithm.NVLS_TREE in connected.high else 0,
             ),
             source="src/graph/connect.cc, connectNvls; src/transport/nvls.cc, ncclNvlsTreeConnect",
         )
@@ -364,74 +279,10 @@ def _peers(use: CommunicatorUse, channels: Channels, *, shared: bool) -> Iterato
         senders = receivers = layout.local - 1
     elif NcclCollective.SEND_RECEIVE not in use.collectives:
         return
-    inside, _ = _ends(layout)
+    inside, _ = connection_ends(layout)
     whole = channels.p2p_per_peer * (senders * inside.send + receivers * inside.receive)
     yield NcclPart(
         name="connections to peers for send and receive",
         nbytes=ByteRange(low=0 if shared else whole, likely=whole, high=whole),
         source="src/transport/p2p.cc; src/graph/paths.cc, ncclTopoComputeP2pChannels",
-    )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Connected:
-    """The algorithms that are connected: at least, most likely and at most."""
-
-    low: frozenset[NcclAlgorithm]
-    likely: frozenset[NcclAlgorithm]
-    high: frozenset[NcclAlgorithm]
-
-
-def _connected(use: CommunicatorUse, *, lazy: bool) -> _Connected:
-    """What is connected: everything where nothing is lazy, else what the collectives are done by.
-
-    With known sizes that is what NCCL's model chooses for them. Without, the cheapest of what it chooses may do for
-    all; the most that can be is every algorithm that does one of them.
-    """
-    layout = use.layout
-    if not lazy:
-        every = frozenset(NcclAlgorithm)
-        return _Connected(low=every, likely=every, high=every)
-    wanted = use.collectives - EXCHANGES
-    if layout.ranks == 1 or not wanted:
-        return _Connected(low=frozenset(), likely=frozenset(), high=frozenset())
-    chosen = frozenset(
-        nccl_choice(collective, size, layout).algorithm
-        for collective in wanted
-        for size in use.sizes or _SIZES
-    )
-    if use.sizes:
-        return _Connected(low=chosen, likely=chosen, high=chosen)
-    allowed = layout.settings.algorithms
-    possible = frozenset(one for one in allowed if any(does(one, wish, layout) for wish in wanted))
-    for_all = [one for one in chosen if all(does(one, wish, layout) for wish in wanted)]
-    cheapest = min(for_all, key=lambda one: _cost(one, layout), default=None)
-    return _Connected(
-        low=chosen if cheapest is None else frozenset({cheapest}), likely=chosen, high=possible | chosen
-    )
-
-
-def _cost(algorithm: NcclAlgorithm, layout: RankLayout) -> tuple[int, str]:
-    """What an algorithm alone takes in the least case, to find the cheapest; its name decides among equals."""
-    channels = _channels(layout)
-    inside, between = _ends(layout)
-    if algorithm in _SHARP:
-        chunked = layout.version >= (2, 21, 0)
-        sharp = nvls_bytes(channels.nvls, min(32, layout.local), chunked=chunked, settings=layout.settings)
-        trees = channels.nvls * between.both if algorithm is _NVLS_TREE else 0
-        return sharp + trees, algorithm.value
-    kind = tree_bytes if algorithm is _TREE else ring_bytes
-    doublings = 2 * (layout.ranks - 1).bit_length() if algorithm is _PAT else 1
-    taken = kind(inside, between, local=layout.local, nodes=layout.nodes).low
-    return channels.low * taken * doublings, algorithm.value
-
-
-def _channels(layout: RankLayout) -> Channels:
-    return channels_of(
-        layout.card,
-        layout.node,
-        ranks=layout.ranks,
-        nodes=layout.nodes,
-        settings=layout.settings,
-        version=layout.version,
     )
