@@ -246,6 +246,13 @@ def test_cards_without_direct_links_keep_nothing_but_arrays() -> None:
     assert all("rings" not in one.name for one in through_host.parts)
 
 
+def test_cards_in_slots_may_meet_in_the_host() -> None:
+    # src/graph/paths.cc: by default not across host bridges, and which slots a card is in is not known
+    found = communicator_memory(use(layout("L40S", 4, cumem=True), SHARDED | ALL_TO_ALL))
+    assert part(found, "rings") == (0, 48, 96)
+    assert part(found, "peers") == (0, 3 * 2 * 12, 3 * 2 * 12)
+
+
 def test_a_bridge_joins_two() -> None:
     assert layout("RTX 3090", 2).node.card_link is CardLink.BRIDGE
     two = communicator_memory(use(layout("RTX 3090", 2, cumem=True)))

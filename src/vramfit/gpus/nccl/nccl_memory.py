@@ -34,6 +34,7 @@ from vramfit.gpus.nccl.communicator_use import (
 from vramfit.gpus.nccl.nccl_buffers import BLOCK, in_blocks, nvls_bytes, pool_bytes
 from vramfit.gpus.nccl.nccl_channels import Channels, compute_number
 from vramfit.gpus.nccl.nccl_settings import NcclAlgorithm
+from vramfit.gpus.nccl.node_types import CardLink
 from vramfit.gpus.spec import GpuSpec
 from vramfit.units import KIB, MIB
 
@@ -151,13 +152,15 @@ def _covering(virtual: NcclMemory, plain: NcclMemory) -> NcclMemory:
 def _with_cumem(use: CommunicatorUse, *, cumem: bool) -> NcclMemory:
     layout = use.layout
     channels = channels_for(layout)
+    # A parent's connections may be there already; cards in slots below different host bridges meet in the host.
     shared = use.split and bool(layout.settings.split_shares)
+    maybe = shared or (layout.node.card_link is CardLink.PCIE and layout.nodes == 1)
     parts = [
         _arrays(use, channels, cumem=cumem, shared=shared),
-        *_rings_and_trees(use, lazy=_lazy(use, cumem=cumem), shared=shared),
+        *_rings_and_trees(use, lazy=_lazy(use, cumem=cumem), maybe=maybe),
         *_nvls(use, channels, lazy=_lazy(use, cumem=cumem), shared=shared),
         *_pools(use, channels, lazy=_lazy(use, cumem=cumem), shared=shared),
-        *_peers(use, channels, shared=shared),
+        *_peers(use, channels, maybe=maybe),
     ]
     return NcclMemory(parts=tuple(part for part in parts if part.nbytes != NOTHING))
 
@@ -198,23 +201,23 @@ def _at_least(count: int) -> int:
     return 1 << max(0, count - 1).bit_length()
 
 
-def _rings_and_trees(use: CommunicatorUse, *, lazy: bool, shared: bool) -> Iterator[NcclPart]:
+def _rings_and_trees(use: CommunicatorUse, *, lazy: bool, maybe: bool) -> Iterator[NcclPart]:
     inside, between = connection_ends(use.layout)
     yield NcclPart(
         name="connections of rings and trees",
-        nbytes=_or_shared(ring_tree_range(use, inside, between, lazy=lazy), shared=shared),
+        nbytes=_or_none(ring_tree_range(use, inside, between, lazy=lazy), maybe=maybe),
         source="src/transport/p2p.cc and net.cc; see the note in nccl_buffers.py",
     )
     yield NcclPart(
         name="connections of binomial trees (PAT)",
-        nbytes=_or_shared(binomial_range(use, between, lazy=lazy), shared=shared),
+        nbytes=_or_none(binomial_range(use, between, lazy=lazy), maybe=maybe),
         source="src/transport/generic.cc, ncclTransportPatConnect",
     )
 
 
-def _or_shared(found: ByteRange, *, shared: bool) -> ByteRange:
-    """Where a parent's connections are shared, all of them may be there already."""
-    return replace(found, low=0) if shared else found
+def _or_none(found: ByteRange, *, maybe: bool) -> ByteRange:
+    """The same, or from nothing where it may take nothing."""
+    return replace(found, low=0) if maybe else found
 
 
 def _nvls(use: CommunicatorUse, channels: Channels, *, lazy: bool, shared: bool) -> Iterator[NcclPart]:
@@ -271,7 +274,7 @@ def _pools(use: CommunicatorUse, channels: Channels, *, lazy: bool, shared: bool
     )
 
 
-def _peers(use: CommunicatorUse, channels: Channels, *, shared: bool) -> Iterator[NcclPart]:
+def _peers(use: CommunicatorUse, channels: Channels, *, maybe: bool) -> Iterator[NcclPart]:
     """Connections of send and receive inside of a node: to each peer, on all channels that a peer gets."""
     layout = use.layout
     senders, receivers = use.send_peers, use.receive_peers
@@ -283,6 +286,6 @@ def _peers(use: CommunicatorUse, channels: Channels, *, shared: bool) -> Iterato
     whole = channels.p2p_per_peer * (senders * inside.send + receivers * inside.receive)
     yield NcclPart(
         name="connections to peers for send and receive",
-        nbytes=ByteRange(low=0 if shared else whole, likely=whole, high=whole),
+        nbytes=ByteRange(low=0 if maybe else whole, likely=whole, high=whole),
         source="src/transport/p2p.cc; src/graph/paths.cc, ncclTopoComputeP2pChannels",
     )

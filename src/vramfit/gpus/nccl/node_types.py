@@ -48,7 +48,10 @@ class NodeType:
     source: str
 
 
-_DGX = "NVIDIA {} data sheet"
+_ASSUMED = {
+    "H20": "assumed: the board and the adapters of the DGX H100",
+    "GH200": "assumed: one card and one adapter of 400 Gbit/s a server",
+}
 _GBIT = 1e9 / 8
 
 _SERVERS = (
@@ -65,7 +68,7 @@ _SERVERS = (
 )
 """By the start of a card's name: machine, cards, adapters for collectives and Gbit/s of each, from the data sheets.
 
-The H20 is assumed to stand in the board of the H100. An NVL72 rack joins its trays by NVLink, which is not modelled:
+An NVL72 rack joins its trays by NVLink, which is not modelled:
 ranks of other trays count as reached by network.
 """
 
@@ -81,7 +84,7 @@ def usual_node(card: GpuSpec) -> NodeType:
                 nics=nics,
                 nic_bandwidth=gbit * _GBIT,
                 gpu_direct=True,
-                source=_DGX.format(name),
+                source=_ASSUMED.get(start, f"NVIDIA {name} data sheet"),
             )
     return _slots(card)
 
