@@ -363,6 +363,20 @@ class CachingAllocator(ReleasingStore):
                 return
         raise ValueError(f"endAllocatePool: not currently recording to {pool_id}")
 
+    def mark_capture_begin(self) -> None:
+        """A graph is captured from here on (``markCaptureBegin``): a request that fails releases no cached memory."""
+        self._capturing += 1
+
+    def mark_capture_end(self) -> None:
+        """The capture that began last is over (``markCaptureEnd``).
+
+        Raises:
+            ValueError: none is under way.
+        """
+        if not self._capturing:
+            raise ValueError("markCaptureEnd: no capture is under way")
+        self._capturing -= 1
+
     def release_pool(self, pool_id: PoolId) -> None:
         """Let go of a private pool; when nobody holds it, its free memory can go back to the driver.
 

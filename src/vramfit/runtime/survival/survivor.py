@@ -21,11 +21,13 @@ from torch import nn
 
 from vramfit.errors import UsageError
 from vramfit.runtime.oom_forms import MemoryShortage, ShortOf
+from vramfit.runtime.survival.emergency_reserve import EmergencyReserve
 from vramfit.runtime.survival.guarded_step import GuardedStep
 from vramfit.runtime.survival.host_watch import HostWatch
 from vramfit.runtime.survival.ladder import Ladder, Rung, RungLevel, SurvivalEvent
 from vramfit.runtime.survival.leftovers import MemoryNow, Recovery, memory_now, requested_bytes
 from vramfit.runtime.survival.rank_votes import unsynchronised, votes_for
+from vramfit.runtime.survival.scaled_step import scaled_step
 from vramfit.runtime.survival.step_state import StepState
 from vramfit.techniques import AttachedProgram, Choice, Numerics, find_technique
 from vramfit.techniques.activation_checkpointing import Checkpointing, Mode
@@ -64,6 +66,7 @@ class SurvivalSettings:
         clip_norm: the norm that all gradients together are cut to; None does not cut.
         vote_seconds: that a rank waits for the others.
         host_margin: of a control group's memory limit, the share that is to stay free on the host; 0 looks at none.
+        reserve: bytes of the card that are kept back for the optimizer's step.
     """
 
     numerics: Numerics = Numerics.ROUNDING
@@ -73,6 +76,7 @@ class SurvivalSettings:
     clip_norm: float | None = None
     vote_seconds: float = 300.0
     host_margin: float = 0.05
+    reserve: int = 0
 
 
 class Survivor:
@@ -92,7 +96,7 @@ class Survivor:
         steps: that were committed.
 
     Raises:
-        UsageError: the optimizer has no step that could be guarded.
+        UsageError: the optimizer has no step that could be guarded, or there is no room for the reserve.
     """
 
     def __init__(
@@ -112,7 +116,8 @@ class Survivor:
         self.live.scaler = scaler
         self._votes = votes_for(model, settings.vote_seconds)
         self._recovery = Recovery(self.live.device)
-        self._guard = GuardedStep(optimizer, self._recovery)
+        self._reserve = EmergencyReserve(settings.reserve, self.live.device) if settings.reserve else None
+        self._guard = GuardedStep(optimizer, self._recovery, reserve=self._reserve)
         self._ladder: Ladder | None = None
         self._standing = 0
         self._unattachable: set[int] = set()
@@ -120,6 +125,7 @@ class Survivor:
         self.events: list[SurvivalEvent] = []
         self.steps = 0
         self._may_go_down = False
+        self._had_reserve = True
         self._host = HostWatch(settings.host_margin)
 
     # -- the loop --------------------------------------------------------------------------------------------------
@@ -176,7 +182,7 @@ class Survivor:
         """The optimizer's step alone, with the gradients as they are; it ends, unless the host has no room either."""
         hosted = len(self._guard.hosted)
         self._guard.step()
-        self._tell_of_hosted(hosted)
+        self._tell_of_step(hosted)
 
     def insist(self, action: Callable[[], T]) -> T:
         """Do what changes nothing where it fails, again where it ran out of memory; such as the norm of gradients."""
@@ -219,6 +225,8 @@ class Survivor:
         """Leave the model as it was but for its values, and the optimizer's states where they belong."""
         self.live.undo()
         self._standing = 0
+        if self._reserve is not None:
+            self._reserve.close()
         if self._guard.hosted:
             self._recovery.release()
             self._bring_back()
@@ -529,56 +537,31 @@ class Survivor:
         if scaler is None:
             self._guard.step()
         else:
-            self._scaled_step(scaler)
+            scaled_step(scaler, self.optimizer, self._guard, self._recovery)
         self._recovery.insist(lambda: self.optimizer.zero_grad(set_to_none=True))
         if self._votes is not None and self._most(len(self._guard.hosted))[0]:
             self._votes.spread_parameters(self.model)
-        self._tell_of_hosted(hosted)
+        self._tell_of_step(hosted)
         if scaler is not None:
             self._recovery.insist(scaler.update)
         if self._scheduler is not None:
             self._recovery.insist(self._scheduler.step)
 
-    def _tell_of_hosted(self, before: int) -> None:
-        """Say that states went to the host in this step, if they did."""
+    def _tell_of_step(self, before: int) -> None:
+        """Say that states went to the host in this step, or stay in the reserve, if they do.
+
+        Args:
+            before: parameters whose states were on the host when it began.
+        """
+        if self._reserve is not None and self._reserve.held != self._had_reserve:
+            self._had_reserve = self._reserve.held
+            rung = Rung.PLAIN if self._ladder is None else self._ladder.level.rung
+            what = "it is whole again" if self._had_reserve else "what the step made lies in it"
+            self._tell("reserve", rung, evidence=what)
         if len(self._guard.hosted) > before and self._recovery.last is not None:
             rung = Rung.PLAIN if self._ladder is None else self._ladder.level.rung
             evidence = f"states of {len(self._guard.hosted)} parameters are on the host"
             self._tell("hosted", rung, self._recovery.last.message, evidence)
-
-    def _scaled_step(self, scaler: torch.amp.GradScaler) -> None:
-        """The step as a scaler takes it: not at all where a gradient is no number."""
-        begun = False
-        failure: BaseException | None = None
-        own = vars(self.optimizer).get("step")  # a scheduler's, which counts
-        plain = self.optimizer.step
-
-        def once(*_: Any, **__: Any) -> None:
-            nonlocal begun, failure
-            if begun:
-                return
-            begun = True
-            self.optimizer.step = plain  # type: ignore[method-assign]
-            try:
-                self._guard.step()
-            except BaseException as error:
-                failure = error
-                raise
-            self.optimizer.step = once  # type: ignore[method-assign,assignment]
-
-        def scaled() -> None:
-            if failure is not None:  # some slices may have stepped: not again
-                raise failure
-            scaler.step(self.optimizer)
-
-        self.optimizer.step = once  # type: ignore[method-assign,assignment]
-        try:
-            self._recovery.insist(scaled)
-        finally:
-            if own is None:
-                del self.optimizer.step
-            else:
-                self.optimizer.step = own  # type: ignore[method-assign]
 
     def _tell(self, kind: str, rung: Rung, cause: str = "", evidence: str = "", pieces: int = 1) -> None:
         event = SurvivalEvent(
