@@ -103,8 +103,8 @@ def survive(
         vote_seconds: that a rank waits for the others.
         host_margin: before each step, less than this share of a control group's memory limit left on the host counts
             as a shortage there, before the kernel ends the process; 0 does not look.
-        reserve: bytes, or a size such as ``"512MiB"``, of the card that are kept back, and given to the optimizer's step
-            alone where it finds no other room: it then stays on the card, bit for bit.
+        reserve: bytes, or a size such as ``"512MiB"``, of the card that are kept back, and given to the optimizer's
+            step alone where it finds no other room: it then stays on the card, bit for bit.
         on_event: called with each event.
 
     Raises:

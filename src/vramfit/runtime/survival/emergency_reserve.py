@@ -1,11 +1,11 @@
 """Memory of a card that is kept back, so that the optimizer's step finds room whatever else was taken meanwhile.
 
-NOTE [A pool and what fills it]: torch has a last resort, ``torch.cuda.MemPool(use_on_oom=True)``: where the driver gives
-no memory, a request outside of the pool is served from what is free in it (c10/cuda/CUDACachingAllocator.cpp,
+NOTE [A pool and what fills it]: torch has a last resort, ``torch.cuda.MemPool(use_on_oom=True)``: where the driver
+gives no memory, a request outside of the pool is served from what is free in it (c10/cuda/CUDACachingAllocator.cpp,
 ``try_mempool_fallback``). By itself that is no reserve for anybody: the first shortage takes it, be it in the forward
-pass, and from torch 2.10 on even before cached memory is released. So one tensor fills the pool. It goes for the time of
-the optimizer's step, and only then the pool has anything to give. Afterwards the tensor takes its place again. A pool in
-use keeps its memory when the cache is emptied, and no neighbour gets it.
+pass, and in the versions of torch that we run on even before cached memory is released. So one tensor fills the pool.
+It goes for the time of the optimizer's step, and only then the pool has anything to give. Afterwards the tensor takes
+its place again. A pool in use keeps its memory when the cache is emptied, and no neighbour gets it.
 """
 
 from __future__ import annotations
