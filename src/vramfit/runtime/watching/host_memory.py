@@ -65,9 +65,12 @@ class HostProbe:
                 continue
             seen.add(pid)
             yield pid
-            for file in (self._proc / str(pid) / "task").glob("*/children"):
-                with contextlib.suppress(OSError):
-                    waiting += [int(one) for one in file.read_text(encoding="ascii").split()]
+            with contextlib.suppress(OSError):  # it may end while it is looked at
+                tasks = list((self._proc / str(pid) / "task").iterdir())
+                for task in tasks:
+                    with contextlib.suppress(OSError):
+                        told = (task / "children").read_text(encoding="ascii")
+                        waiting += [int(one) for one in told.split()]
 
     def _resident(self, pid: int) -> int | None:
         """Resident bytes; None for a process that has ended, or waits as a zombie to be collected."""

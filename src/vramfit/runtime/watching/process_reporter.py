@@ -77,7 +77,7 @@ class ProcessReporter:
                 while True:
                     done = self._done.wait(self._every)
                     began = time.perf_counter()
-                    if reading := readings.now():
+                    if reading := self._looked(readings):
                         stream.write(json.dumps(to_plain(reading)) + "\n")
                         stream.flush()
                         self.count += 1
@@ -86,6 +86,14 @@ class ProcessReporter:
                         return
         finally:
             readings.close()
+
+    @staticmethod
+    def _looked(readings: OwnReadings) -> ProgramReading | None:
+        """The process now; None where a look fails, such as after an error that left the card's context dead."""
+        try:
+            return readings.now()
+        except Exception:  # the program is not to notice; its watcher sees that nothing comes
+            return None
 
     def _torch_is_there(self) -> bool:
         """Wait until the program has imported torch; false if it is to end before."""

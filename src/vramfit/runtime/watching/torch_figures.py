@@ -60,7 +60,8 @@ class StepEnds:
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """Those that have stepped and are alive."""
-        return list(self._counts)
+        # A copy in one go: the program makes optimizers in another thread.
+        return [one for reference in self._counts.keyrefs() if (one := reference()) is not None]
 
     def close(self) -> None:
         """Hear of no more steps."""
@@ -77,7 +78,8 @@ class StepEnds:
         now = time.monotonic()
         if self._main is not None and self._main() is optimizer and now - self._last >= _STEP_GAP:
             self._last = now
-            self.after = self._held()
+            with contextlib.suppress(Exception):  # it runs inside of the program's own step
+                self.after = self._held()
 
 
 class TorchFigures:
