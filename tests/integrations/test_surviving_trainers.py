@@ -10,6 +10,7 @@ import pytest
 import torch
 from tests.integrations.training import check_same, plan_with
 from tests.runtime.faults import Faults
+from tests.runtime.rank_programs import ran_on_ranks
 
 from vramfit.errors import UsageError
 
@@ -100,6 +101,13 @@ def test_the_trainer_goes_on_in_micro_batches(tmp_path: Path) -> None:
     assert [(event.kind, event.pieces) for event in callback.events] == [("retry", 1), ("up", 2)]
     check_same(trainer.model.state_dict(), expected.model.state_dict(), exact=False)
     assert by_trainer.losses(trainer) == pytest.approx(by_trainer.losses(expected), rel=1e-4)
+
+
+@pytest.mark.slow
+def test_ranks_of_a_trainer_train_on_as_if_memory_had_sufficed(tmp_path: Path) -> None:
+    """Beside DistributedDataParallel's own reduction, with batches that accumulate and buffers that change."""
+    last = ran_on_ranks(2, "tests.integrations.trainer_ranks_inside", tmp_path).splitlines()[-1]
+    assert last == "4 equal"
 
 
 def test_without_a_shortage_lightning_trains_as_without_the_callback(plain_module: Any) -> None:

@@ -19,7 +19,8 @@ from vramfit.arguments import (
 from vramfit.errors import UsageError
 from vramfit.runtime.survival.forward_survivor import ForwardSurvivor
 from vramfit.runtime.survival.ladder import SurvivalEvent
-from vramfit.runtime.survival.survivor import SurvivalSettings, Survivor
+from vramfit.runtime.survival.survival_settings import SurvivalSettings
+from vramfit.runtime.survival.survivor import Survivor
 from vramfit.techniques import Numerics
 from vramfit.techniques.micro_batching import Reduction
 
