@@ -20,16 +20,23 @@ import vramfit
 
 
 class Counted(nn.Module):
-    """Counts its calls in a buffer, and turns another one's sign."""
+    """Counts its calls in a buffer, turns another one's sign, and runs out in its first call on one rank.
+
+    That is where the wrapper itself would synchronise buffers: once on the others, and again on this rank.
+    """
 
     def __init__(self) -> None:
         super().__init__()
+        self.fails = dist.get_rank() == dist.get_world_size() - 1
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
         self.register_buffer("odd", torch.zeros(3, dtype=torch.bool))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
         self.odd.logical_not_()
+        if self.fails:
+            self.fails = False
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. (a test's)")
         return x
 
 
