@@ -127,6 +127,36 @@ def test_lightning_trains_and_logs_as_if_memory_had_sufficed(at: int, plain_modu
     assert module.seen == plain_module.seen and logged(module) == logged(plain_module)
 
 
+@pytest.fixture(scope="module")
+def plain_accumulated() -> Any:
+    module = by_lightning.Speaker(0.1)
+    by_lightning.fit(module, max_epochs=1, accumulate_grad_batches=2)
+    return module
+
+
+# Of 402 allocations: the first batch, the second, which steps, the step, and the third, left over at the end.
+@pytest.mark.parametrize("at", [30, 80, 150, 190, 280, 340])
+def test_batches_that_lightning_accumulates_are_guarded_each(at: int, plain_accumulated: Any) -> None:
+    module, callback, faults = by_lightning.Speaker(0.1), LightningSurvivalCallback(), Faults(at)
+    with faults:
+        by_lightning.fit(module, callbacks=[callback], max_epochs=1, accumulate_grad_batches=2)
+    assert faults.raised == 1
+    check_same(module.state_dict(), plain_accumulated.state_dict(), exact=True)
+    assert module.seen == plain_accumulated.seen and logged(module) == logged(plain_accumulated)
+    loop = module.trainer.fit_loop.epoch_loop.automatic_optimization
+    assert "_make_closure" not in vars(loop)
+
+
+def test_lightning_accumulates_in_micro_batches() -> None:
+    expected, module = by_lightning.Speaker(), by_lightning.Speaker()
+    by_lightning.fit(expected, max_epochs=1, accumulate_grad_batches=2)
+    callback = LightningSurvivalCallback()
+    with Faults(60, 61):
+        by_lightning.fit(module, callbacks=[callback], max_epochs=1, accumulate_grad_batches=2)
+    assert [(event.kind, event.pieces) for event in callback.events] == [("retry", 1), ("up", 2)]
+    check_same(module.state_dict(), expected.state_dict(), exact=False)
+
+
 def test_lightning_goes_on_in_micro_batches() -> None:
     expected = by_lightning.Speaker()
     by_lightning.fit(expected, max_epochs=1)
@@ -148,7 +178,6 @@ def test_what_does_not_go_together_is_one_line(tmp_path: Path) -> None:
         trainer.train()
     for callbacks, options, line in (
         ([LightningPlan(plan)], {}, "the fit has a plan"),
-        ([], {"accumulate_grad_batches": 2}, "accumulate_grad_batches=2 goes past the step"),
     ):
         with pytest.raises(UsageError, match=line):
             by_lightning.fit(
