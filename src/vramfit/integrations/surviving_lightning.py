@@ -3,8 +3,8 @@
 NOTE [A transaction in Lightning]: Lightning's loop stays in charge. What it calls the closure of a step (gradients
 cleared, ``training_step``, backward) is what begins anew after a shortage, in as many pieces as the ladder says. Values
 that a failed attempt logged are taken back. Clipping, hooks, logging and schedules are Lightning's. The optimizer's own
-``step`` commits slice by slice. Of batches that accumulate Lightning calls the closure by itself, without a step: so each
-closure is guarded where it is made, and gradients of earlier batches are set aside meanwhile.
+``step`` commits slice by slice. Of batches that accumulate Lightning calls the closure by itself, without a step: so
+each closure is guarded where it is made, and gradients of earlier batches are set aside meanwhile.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Keeps what was seen of each figure for some minutes, and says where it is heading.
 
-NOTE [Holes]: what the allocator has reserved without using it, even at the peak, is of no use to the next step either. A
-leak of 15 MiB a step takes a segment of 20 MiB each time (c10/cuda/CUDACachingAllocator.cpp, kLargeBuffer): the holes
+NOTE [Holes]: what the allocator has reserved without using it, even at the peak, is of no use to the next step either.
+A leak of 15 MiB a step takes a segment of 20 MiB each time (c10/cuda/CUDACachingAllocator.cpp, kLargeBuffer): the holes
 grow with it. So where what is allocated rises, and the holes do, both count towards the limit. Holes alone make no
 trend: a cache that fills is given back before memory runs out.
 """
