@@ -152,7 +152,7 @@ def kept_losses(watched: Watched) -> Iterator[None]:
 def hooked(watched: Watched) -> Iterator[None]:
     """A transformer with AdamW; a forward hook keeps the outputs of a layer in every third step."""
     layer = nn.TransformerEncoderLayer(256, 4, 1024, batch_first=True)
-    model = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False).cuda()
+    model = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False).cuda()
     kept, calls = [], itertools.count()
 
     def hook(_module: nn.Module, _given: Any, output: torch.Tensor) -> None:
@@ -160,7 +160,7 @@ def hooked(watched: Watched) -> Iterator[None]:
             kept.append(output.detach().clone())
 
     model.layers[2].register_forward_hook(hook)
-    batches = (torch.empty(32, 512, 256, device="cuda") for _ in itertools.count())
+    batches = (torch.empty(64, 512, 256, device="cuda") for _ in itertools.count())
     return trained(
         watched, model, torch.optim.AdamW(model.parameters()), batches, lambda *_: None, seconds=1.1
     )
@@ -177,7 +177,7 @@ def noisy(watched: Watched) -> Iterator[None]:
 def lengths(watched: Watched) -> Iterator[None]:
     """Sequences of 64 to 1,024 tokens; 20 MiB of each step stay."""
     layer = nn.TransformerEncoderLayer(256, 4, 1024, batch_first=True)
-    model = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False).cuda()
+    model = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False).cuda()
     batches = (
         torch.empty(8, 64 * watched.draw.randint(1, 16), 256, device="cuda") for _ in itertools.count()
     )
@@ -288,7 +288,7 @@ def holes(watched: Watched) -> Iterator[None]:
 LINEAR = (
     (convolutions, "6GiB", 1),
     (kept_losses, "4GiB", 2),
-    (hooked, "5GiB", 3),
+    (hooked, "4GiB", 3),
     (noisy, "8GiB", 4),
     (lengths, "6GiB", 5),
     (bursts, "10GiB", 6),

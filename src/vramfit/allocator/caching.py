@@ -407,6 +407,11 @@ class CachingAllocator(ReleasingStore):
         """Bytes handed out or still used by other streams."""
         return self._stats.current("active_bytes")
 
+    @property
+    def inactive_split_bytes(self) -> int:
+        """Free bytes in segments that hold something else too, as ``inactive_split_bytes`` of ``memory_stats``."""
+        return self._stats.current("split_bytes")
+
     def figures(self) -> tuple[int, int, int]:
         """Allocated, active and reserved bytes at once."""
         small, large = self._stats.small, self._stats.large

@@ -113,8 +113,8 @@ class ReleasingStore(ExpandableStore):
 
         Garbage collection, the driver, private pools opened for this (``use_on_oom``), oversized cached blocks and
         the driver, all cached blocks and the driver. Source: c10/cuda/CUDACachingAllocator.cpp,
-        ``DeviceCachingAllocator::malloc``; the pools came last until github.com/pytorch/pytorch/pull/169699 (torch
-        2.10 and older).
+        ``DeviceCachingAllocator::malloc`` of 2.13; the pools came last until
+        github.com/pytorch/pytorch/pull/169699 of December 2025.
         """
         if self._collects:
             self._collect_garbage()

@@ -3,7 +3,7 @@
 NOTE [A pool and what fills it]: torch has a last resort, ``torch.cuda.MemPool(use_on_oom=True)``: where the driver
 gives no memory, a request outside of the pool is served from what is free in it (c10/cuda/CUDACachingAllocator.cpp,
 ``try_mempool_fallback``). By itself that is no reserve for anybody: the first shortage takes it, be it in the forward
-pass, and in the versions of torch that we run on even before cached memory is released. So one tensor fills the pool.
+pass, and even before cached memory is released (github.com/pytorch/pytorch/pull/169699). So one tensor fills the pool.
 It goes for the time of the optimizer's step, and only then the pool has anything to give. Afterwards the tensor takes
 its place again. A pool in use keeps its memory when the cache is emptied, and no neighbour gets it.
 """

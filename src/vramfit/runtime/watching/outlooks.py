@@ -1,9 +1,10 @@
 """Keeps what was seen of each figure for some minutes, and says where it is heading.
 
-NOTE [Holes]: what the allocator has reserved without using it, even at the peak, is of no use to the next step either.
-A leak of 15 MiB a step takes a segment of 20 MiB each time (c10/cuda/CUDACachingAllocator.cpp, kLargeBuffer): the holes
-grow with it. So where what is allocated rises, and the holes do, both count towards the limit. Holes alone make no
-trend: a cache that fills is given back before memory runs out.
+NOTE [Holes]: what the allocator has reserved without using it, even at the peak, is of no use to the next step either,
+but for whole segments, which it can give back. So holes are no more than either figure. A leak of 15 MiB a step takes a
+segment of 20 MiB each time (c10/cuda/CUDACachingAllocator.cpp, kLargeBuffer): the holes grow with it. So where what is
+allocated rises, and the holes do, both count towards the limit. Holes alone make no trend: a cache that fills is given
+back before memory runs out.
 """
 
 from __future__ import annotations
@@ -45,8 +46,9 @@ class _Series:
         after_steps: the same at the ends of steps.
         above: by how much the figure stood above its last end of a step, with the times.
         heights: by how much the peak of a step stood above its end, where that is known.
-        wasted: reserved bytes that were not used even at the peak.
-        holes: the same at the ends of steps, by their numbers.
+        wasted: bytes in holes. See NOTE [Holes].
+        holes: the same at the ends of steps, by their numbers; of a program without steps by the time.
+        records: peaks when they rose.
         peak: the process' own at the end of a step, as last seen.
         limit: bytes, as last seen.
     """
@@ -57,6 +59,7 @@ class _Series:
     heights: deque[Point] = field(default_factory=lambda: deque(maxlen=_KEPT))
     wasted: deque[int] = field(default_factory=lambda: deque(maxlen=_WASTED))
     holes: deque[Point] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    records: deque[Point] = field(default_factory=lambda: deque(maxlen=_KEPT))
     peak: int = 0
     limit: int = 0
 
@@ -126,17 +129,27 @@ class OutlookKeeper:
     def _note_device(self, name: str, time: float, steps: int, device: DeviceUse) -> None:
         series = self._note(name, time, device.allocated, device.limit, steps)
         if device.after_step is None:
+            if device.peak > series.peak:
+                if series.peak:  # the first was before the first look
+                    series.records.append((time, float(device.peak)))
+                series.peak = device.peak
+            series.wasted.append(device.holes)
+            series.holes.append((time, float(device.holes)))
             return
+        if not series.after_steps:  # what was seen before the first step is of another kind
+            series.holes.clear()
+            series.wasted.clear()
+            series.peak = 0
         ends = series.after_steps
         if not ends or (steps > ends[-1][2] and time > ends[-1][0]):
             ends.append((time, float(device.after_step), steps))
-            series.holes.append((float(steps), float(max(0, device.reserved - device.peak))))
+            series.holes.append((float(steps), float(device.holes)))
         # A peak that has risen from one end of a step to the next is that step's own.
         peak = device.step_peak or 0
         if peak > series.peak and series.peak:
             series.heights.append((time, float(peak - device.after_step)))
         series.peak = max(series.peak, peak)
-        series.wasted.append(max(0, device.reserved - device.peak))
+        series.wasted.append(device.holes)
         series.above.append((time, max(0.0, float(device.allocated - device.after_step))))
 
     def _outlook(self, name: str) -> Outlook:
@@ -186,7 +199,17 @@ class OutlookKeeper:
             points = step_maxima(seen)
         else:
             points = maxima([(time, value) for time, value, _ in seen])
-        return _Line(points=points, trend=trend_of(thinned(points)))
+        trend = trend_of(thinned(points))
+        if trend is None or not trend.rises or not series.wasted:
+            return _Line(points=points, trend=trend)
+        growth, wasted = _with_holes(trend, series, points[0][0])
+        last = points[-1][0]
+        above = [
+            value - trend.level - trend.slope * (time - last)
+            for time, value in series.records
+            if time >= points[0][0]
+        ]
+        return _Line(points=points, trend=trend, growth=growth, on_top=max([0.0, *above]) + wasted)
 
     def _line_of_steps(self, series: _Series, ends: list[tuple[float, float, int]]) -> _Line:
         """The line through the ends of steps. See NOTE [Holes]."""
@@ -198,16 +221,7 @@ class OutlookKeeper:
         rate = trend_of(thinned([(time, float(step)) for time, _, step in recent]))
         if per_step is None or rate is None:
             return _Line(points=points)
-        growth, wasted = per_step, float(sorted(series.wasted)[len(series.wasted) // 2])
-        holes = trend_of(thinned([one for one in series.holes if one[0] >= ends[0][2]]))
-        if per_step.rises and holes is not None and holes.rises:
-            growth = replace(
-                growth,
-                slope=growth.slope + holes.slope,
-                low=growth.low + holes.low,
-                high=growth.high + holes.high,
-            )
-            wasted = max(0.0, holes.level)
+        growth, wasted = _with_holes(per_step, series, ends[0][2])
         return _Line(
             points=points,
             trend=per_step.times(rate),
@@ -215,6 +229,20 @@ class OutlookKeeper:
             on_top=max(above, default=0.0) + wasted,
             per_step=per_step.slope,
         )
+
+
+def _with_holes(trend: SeriesTrend, series: _Series, begin: float) -> tuple[SeriesTrend, float]:
+    """A line with the holes that grow beside it, and how much these take now. See NOTE [Holes].
+
+    Args:
+        begin: where the line begins.
+    """
+    wasted = float(sorted(series.wasted)[len(series.wasted) // 2])
+    holes = trend_of(thinned([one for one in series.holes if one[0] >= begin]))
+    if not trend.rises or holes is None or not holes.rises:
+        return trend, wasted
+    low, high = trend.low + holes.low, trend.high + holes.high
+    return replace(trend, slope=trend.slope + holes.slope, low=low, high=high), max(0.0, holes.level)
 
 
 def device_name(device: DeviceUse) -> str:

@@ -29,7 +29,7 @@ _CATEGORIES_EVERY = 2.0
 _CATEGORIES_SHARE = 0.01
 """The share of the time that sums by category may take: those of large models come less often."""
 
-_NONE = None, None
+_NONE = None, None, None
 
 _POLL = 0.2
 """Seconds between two looks whether the program has imported torch."""
@@ -139,6 +139,7 @@ class OwnReadings:
                 one,
                 after_step=after.get(one.index, _NONE)[0],
                 step_peak=after.get(one.index, _NONE)[1],
+                step_split=after.get(one.index, _NONE)[2],
                 categories=self._categories.get(one.index, {}),
             )
             for one in devices
