@@ -285,6 +285,25 @@ def holes(watched: Watched) -> Iterator[None]:
     return trained(watched, model, torch.optim.SGD(model.parameters(), lr=0.1), _images(), leak)
 
 
+def steady_training(watched: Watched) -> Iterator[None]:
+    """200 steps of a training over sequences of 64 to 1,024 tokens, of which nothing stays."""
+    layer = nn.TransformerEncoderLayer(256, 4, 1024, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).cuda()
+    batches = (torch.empty(8, 64 * watched.draw.randint(1, 16), 256, device="cuda") for _ in range(200))
+    return trained(watched, model, torch.optim.AdamW(model.parameters()), batches, _held(lambda _: 0))
+
+
+def steady_service(watched: Watched) -> Iterator[None]:
+    """200 answers to inputs of any length up to 1,024, of which nothing stays."""
+    model = nn.Sequential(nn.Linear(512, 4096), nn.GELU(), nn.Linear(4096, 512)).cuda()
+    watched.inside(model, 0.4, 0.5)
+    with torch.no_grad():
+        for _ in range(200):
+            model(torch.empty(32, watched.draw.randint(16, 1024), 512, device="cuda"))
+            watched.passes(0.3, 0.5)
+            yield
+
+
 LINEAR = (
     (convolutions, "6GiB", 1),
     (kept_losses, "4GiB", 2),
@@ -297,13 +316,18 @@ LINEAR = (
     (evaluated, "8GiB", 9),
     (adversarial, "4GiB", 10),
     (cached_keys, "8GiB", 11),
-    (answers, "6GiB", 12),
 )
-OTHERS = ((holes, "8GiB", 13),)
+"""Leaks that are linear, of other kinds of programs than docs/watch.md has in its first table."""
+
+OTHERS = ((answers, "6GiB", 12), (holes, "8GiB", 13))
+"""Holes between blocks grow to many times the leak, in leaps."""
+
+STEADY = ((steady_training, "6GiB", 14), (steady_service, "6GiB", 15))
+"""No leak: whether a time is told all the same."""
 
 
 def run(program: Program, gpu: str, seed: int) -> tuple[Watched, float]:
-    """A program to its end: what was told, and when memory ran out."""
+    """A program to its end: what was told, and when memory ran out, or it ended by itself."""
     with vramfit.VirtualGPU(gpu, profile="none", alloc_conf="") as card:
         readings = OwnReadings(MeterFigures(card.meter, "virtual"))
         watched = Watched(readings, random.Random(seed))
@@ -312,11 +336,11 @@ def run(program: Program, gpu: str, seed: int) -> tuple[Watched, float]:
             for _ in program(watched):
                 watched.steps.append(watched.now)
         except torch.OutOfMemoryError:
-            return watched, watched.now
+            pass
         finally:
             torch_figures._STEP_GAP = gap
             readings.close()
-    raise AssertionError("programs run until memory runs out")
+    return watched, watched.now
 
 
 def row(program: Program, gpu: str, seed: int) -> tuple[str, float]:
@@ -356,6 +380,11 @@ def main(names: list[str]) -> None:
     for program, gpu, seed in (*LINEAR, *OTHERS):
         if not names or program.__name__ in names:
             print(row(program, gpu, seed)[0], flush=True)
+    for program, gpu, seed in STEADY:
+        if not names or program.__name__ in names:
+            watched, _ = run(program, gpu, seed)
+            told = sum(seconds is not None for _, seconds in watched.told)
+            print(f"\n{program.__name__}: a time told in {told} of {len(watched.told)} looks", flush=True)
 
 
 if __name__ == "__main__":
