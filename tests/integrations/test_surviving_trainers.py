@@ -168,6 +168,23 @@ def test_lightning_goes_on_in_micro_batches() -> None:
     assert logged(module) == pytest.approx(logged(expected), rel=1e-4)
 
 
+def test_a_trainer_that_spreads_otherwise_is_refused_before_the_training(tmp_path: Path) -> None:
+    """As with FSDP, DeepSpeed, or several devices in one process."""
+    for spread in ("FSDP", "DEEPSPEED", "NO"):
+        trainer = by_trainer.trainer_for(by_trainer.language_model(), tmp_path, **UPDATES)
+        trainer.add_callback(TrainerSurvivalCallback(trainer))
+        if spread == "NO":
+            trainer.args._n_gpu = 2
+        else:
+            trainer.accelerator.state.distributed_type = f"DistributedType.{spread}"
+        try:
+            with pytest.raises(UsageError, match="surviving in the Trainer, but by DistributedDataParallel"):
+                trainer.callback_handler.on_train_begin(trainer.args, trainer.state, trainer.control)
+        finally:
+            trainer.accelerator.state._reset_state(reset_partial_state=True)
+    assert "training_step" not in vars(trainer)
+
+
 def test_what_does_not_go_together_is_one_line(tmp_path: Path) -> None:
     plan = plan_with(activation_checkpointing={})
     with pytest.raises(UsageError, match="clip_norm is no option of surviving in a trainer"):
