@@ -88,9 +88,9 @@ def test_states_of_the_optimizer_make_room_and_come_back() -> None:
     assert states == {"cuda"} and alive == plain
 
 
-def _stepped(reserve: str) -> tuple[set[str], int, list[tuple[str, str]]]:
+def _stepped(reserve: str, conf: str = "") -> tuple[set[str], int, list[tuple[str, str]]]:
     """Where states are after three steps, of which two have room for gradients alone; slices done again; events."""
-    with vramfit.VirtualGPU("RTX 4090", alloc_conf="", profile="none"):
+    with vramfit.VirtualGPU("RTX 4090", alloc_conf=conf, profile="none"):
         model = nn.Linear(4096, 4096, bias=False).cuda()  # 64 MiB, and states of 128
         optimizer = torch.optim.AdamW(model.parameters())
         survivor = vramfit.survive(
@@ -112,7 +112,8 @@ def _stepped(reserve: str) -> tuple[set[str], int, list[tuple[str, str]]]:
         survivor.close()
         torch.cuda.set_per_process_memory_fraction(1.0)
         torch.cuda.empty_cache()
-        assert torch.cuda.memory_reserved() < 256 * MIB  # of the model and its states, and no reserve
+        # The model and its states, in whole pages of 20 MiB where segments expand; the reserve is gone.
+        assert torch.cuda.memory_allocated() < 210 * MIB and torch.cuda.memory_reserved() < 270 * MIB
     return states, retries, events
 
 
@@ -120,6 +121,7 @@ def test_a_step_that_finds_no_room_takes_the_reserve() -> None:
     states, retries, events = _stepped("0B")
     assert retries and states == {"cpu"} and ("hosted", "states of 1 parameters are on the host") in events
     assert _stepped("448MiB") == ({"cuda"}, 0, [])
+    assert _stepped("448MiB", "expandable_segments:True") == ({"cuda"}, 0, [])
 
 
 def test_states_that_were_made_in_the_reserve_are_told_until_there_is_room_for_another() -> None:

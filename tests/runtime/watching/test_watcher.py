@@ -224,6 +224,43 @@ def test_host_memory_of_a_process_and_its_children() -> None:
         check_process(child.pid)
 
 
+class FakePsutil:
+    """psutil where a process has two children, of which one has just ended."""
+
+    class Error(Exception):
+        pass
+
+    class NoSuchProcess(Error):
+        pass
+
+    class Process:
+        def __init__(self, pid: int) -> None:
+            self.pid = pid
+            if pid == 404:
+                raise FakePsutil.NoSuchProcess
+
+        def children(self, *, recursive: bool) -> list[Any]:
+            return [FakePsutil.Process(self.pid + 1), FakePsutil.Process(self.pid + 2)]
+
+        def memory_info(self) -> Any:
+            if self.pid == 12:
+                raise FakePsutil.NoSuchProcess
+            return SimpleNamespace(rss=100 * self.pid)
+
+    @staticmethod
+    def virtual_memory() -> Any:
+        return SimpleNamespace(available=5, total=9)
+
+
+def test_without_proc_a_child_that_ends_does_not_end_the_watch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "psutil", FakePsutil)
+    use = HostProbe(10, tmp_path).look()
+    assert use is not None and (use.resident, use.processes, use.available) == (1000 + 1100, 2, 5)
+    assert HostProbe(404, tmp_path).look() is None
+
+
 def test_a_zombie_has_ended() -> None:
     child = subprocess.Popen([sys.executable, "-c", ""], stdout=subprocess.PIPE)
     assert child.stdout is not None

@@ -89,10 +89,13 @@ class HostProbe:
         psutil = self._psutil
         try:
             first = psutil.Process(self._pid)
-            family = [first, *first.children(recursive=True)]
-            sizes = [one.memory_info().rss for one in family]
+            sizes = [first.memory_info().rss]
+            children = first.children(recursive=True)
         except psutil.NoSuchProcess:
             return None
+        for child in children:
+            with contextlib.suppress(psutil.Error):  # it has ended meanwhile, or is somebody else's
+                sizes.append(child.memory_info().rss)
         machine = psutil.virtual_memory()
         return HostUse(
             resident=sum(sizes), processes=len(sizes), available=machine.available, total=machine.total
