@@ -91,9 +91,11 @@ def test_nothing_is_flushed_while_a_capture_runs() -> None:
     allocator = make()
     allocator.free(allocator.malloc(700 * MIB))
     allocator.begin_pool(POOL)
+    allocator.mark_capture_begin()
     with pytest.raises(OutOfMemory) as caught:
         allocator.malloc(400 * MIB)
     assert caught.value.reserved_bytes == 700 * MIB
+    allocator.mark_capture_end()
     allocator.end_pool(POOL)
     allocator.malloc(750 * MIB)  # now the 700 MiB go first
 
@@ -118,6 +120,51 @@ def test_a_pool_may_serve_as_the_last_resort() -> None:
     allocator.end_pool(POOL)
     allocator.release_pool(POOL)
     assert allocator.malloc(500 * MIB) == spare
+
+
+def test_a_pool_for_shortages_serves_before_cached_memory_is_released() -> None:
+    """github.com/pytorch/pytorch/pull/169699; a request that another pool serves does not take it."""
+    allocator = make()
+    allocator.create_pool(POOL, use_on_oom=True)
+    allocator.begin_pool(POOL)
+    spare = allocator.malloc(500 * MIB)
+    allocator.free(spare)
+    allocator.end_pool(POOL)
+    allocator.release_pool(POOL)
+    cached = allocator.malloc(400 * MIB)
+    allocator.free(cached)
+    taken = allocator.malloc(450 * MIB)
+    assert taken == spare
+    assert allocator.reserved_bytes == 900 * MIB  # what was cached is there still
+    assert allocator.memory_stats_flat()["num_alloc_retries"] == 0
+    allocator.malloc(450 * MIB)  # now it is released
+    assert allocator.reserved_bytes == 950 * MIB
+    allocator.free(taken)
+    allocator.release_pool(POOL)  # the object is gone, and what was free in it is no more than cached memory
+    allocator.malloc(450 * MIB)
+    assert allocator.reserved_bytes == 900 * MIB
+
+
+@pytest.mark.parametrize(("version", "releases"), [((2, 12), False), ((2, 13), True)])
+def test_requests_in_a_pool_release_cached_memory_but_not_in_a_capture(
+    version: tuple[int, int], releases: bool
+) -> None:
+    allocator = CachingAllocator(Driver(GIB), torch_version=version)
+    allocator.free(allocator.malloc(600 * MIB))
+    allocator.begin_pool(POOL)
+    allocator.mark_capture_begin()
+    with pytest.raises(OutOfMemory):
+        allocator.malloc(500 * MIB)
+    allocator.mark_capture_end()
+    with pytest.raises(ValueError, match="no capture"):
+        allocator.mark_capture_end()
+    if releases:
+        allocator.malloc(500 * MIB)
+        assert allocator.reserved_bytes == 500 * MIB
+    else:
+        with pytest.raises(OutOfMemory):
+            allocator.malloc(500 * MIB)
+        assert allocator.reserved_bytes == 600 * MIB
 
 
 def test_a_pool_without_splits_hands_out_whole_segments() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from tests.integrations.training import check_same, plan_with
 from tests.runtime.faults import Faults
+from tests.runtime.rank_programs import ran_on_ranks
 
 from vramfit.errors import UsageError
 
@@ -102,6 +103,13 @@ def test_the_trainer_goes_on_in_micro_batches(tmp_path: Path) -> None:
     assert by_trainer.losses(trainer) == pytest.approx(by_trainer.losses(expected), rel=1e-4)
 
 
+@pytest.mark.slow
+def test_ranks_of_a_trainer_train_on_as_if_memory_had_sufficed(tmp_path: Path) -> None:
+    """Beside DistributedDataParallel's own reduction, with batches that accumulate and buffers that change."""
+    last = ran_on_ranks(2, "tests.integrations.trainer_ranks_inside", tmp_path).splitlines()[-1]
+    assert last == "3 equal"
+
+
 def test_without_a_shortage_lightning_trains_as_without_the_callback(plain_module: Any) -> None:
     module, callback = with_lightning()
     check_same(module.state_dict(), plain_module.state_dict(), exact=True)
@@ -119,6 +127,36 @@ def test_lightning_trains_and_logs_as_if_memory_had_sufficed(at: int, plain_modu
     assert module.seen == plain_module.seen and logged(module) == logged(plain_module)
 
 
+@pytest.fixture(scope="module")
+def plain_accumulated() -> Any:
+    module = by_lightning.Speaker(0.1)
+    by_lightning.fit(module, max_epochs=1, accumulate_grad_batches=2)
+    return module
+
+
+# Of 393 allocations: the first batch, the second, which steps, the step, and the third, left over at the end.
+@pytest.mark.parametrize("at", [30, 80, 150, 190, 280, 340])
+def test_batches_that_lightning_accumulates_are_guarded_each(at: int, plain_accumulated: Any) -> None:
+    module, callback, faults = by_lightning.Speaker(0.1), LightningSurvivalCallback(), Faults(at)
+    with faults:
+        by_lightning.fit(module, callbacks=[callback], max_epochs=1, accumulate_grad_batches=2)
+    assert faults.raised == 1
+    check_same(module.state_dict(), plain_accumulated.state_dict(), exact=True)
+    assert module.seen == plain_accumulated.seen and logged(module) == logged(plain_accumulated)
+    loop = module.trainer.fit_loop.epoch_loop.automatic_optimization
+    assert "_make_closure" not in vars(loop)
+
+
+def test_lightning_accumulates_in_micro_batches() -> None:
+    expected, module = by_lightning.Speaker(), by_lightning.Speaker()
+    by_lightning.fit(expected, max_epochs=1, accumulate_grad_batches=2)
+    callback = LightningSurvivalCallback()
+    with Faults(60, 61):
+        by_lightning.fit(module, callbacks=[callback], max_epochs=1, accumulate_grad_batches=2)
+    assert [(event.kind, event.pieces) for event in callback.events] == [("retry", 1), ("up", 2)]
+    check_same(module.state_dict(), expected.state_dict(), exact=False)
+
+
 def test_lightning_goes_on_in_micro_batches() -> None:
     expected = by_lightning.Speaker()
     by_lightning.fit(expected, max_epochs=1)
@@ -130,6 +168,23 @@ def test_lightning_goes_on_in_micro_batches() -> None:
     assert logged(module) == pytest.approx(logged(expected), rel=1e-4)
 
 
+def test_a_trainer_that_spreads_otherwise_is_refused_before_the_training(tmp_path: Path) -> None:
+    """As with FSDP, DeepSpeed, or several devices in one process."""
+    for spread in ("FSDP", "DEEPSPEED", "NO"):
+        trainer = by_trainer.trainer_for(by_trainer.language_model(), tmp_path, **UPDATES)
+        trainer.add_callback(TrainerSurvivalCallback(trainer))
+        if spread == "NO":
+            trainer.args._n_gpu = 2
+        else:
+            trainer.accelerator.state.distributed_type = f"DistributedType.{spread}"
+        try:
+            with pytest.raises(UsageError, match="surviving in the Trainer, but by DistributedDataParallel"):
+                trainer.callback_handler.on_train_begin(trainer.args, trainer.state, trainer.control)
+        finally:
+            trainer.accelerator.state._reset_state(reset_partial_state=True)
+    assert "training_step" not in vars(trainer)
+
+
 def test_what_does_not_go_together_is_one_line(tmp_path: Path) -> None:
     plan = plan_with(activation_checkpointing={})
     with pytest.raises(UsageError, match="clip_norm is no option of surviving in a trainer"):
@@ -138,10 +193,7 @@ def test_what_does_not_go_together_is_one_line(tmp_path: Path) -> None:
     trainer.add_callback(TrainerSurvivalCallback(trainer))
     with pytest.raises(UsageError, match="the Trainer has a plan"):
         trainer.train()
-    for callbacks, options, line in (
-        ([LightningPlan(plan)], {}, "the fit has a plan"),
-        ([], {"accumulate_grad_batches": 2}, "accumulate_grad_batches=2 goes past the step"),
-    ):
+    for callbacks, options, line in (([LightningPlan(plan)], {}, "the fit has a plan"),):
         with pytest.raises(UsageError, match=line):
             by_lightning.fit(
                 by_lightning.Speaker(), callbacks=[*callbacks, LightningSurvivalCallback()], **options

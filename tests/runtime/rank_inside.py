@@ -19,13 +19,34 @@ from torch import nn
 import vramfit
 
 
+class Counted(nn.Module):
+    """Counts its calls in a buffer, turns another one's sign, and runs out in its first call on one rank.
+
+    That is where the wrapper itself would synchronise buffers: once on the others, and again on this rank.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fails = dist.get_rank() == dist.get_world_size() - 1
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("odd", torch.zeros(3, dtype=torch.bool))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.odd.logical_not_()
+        if self.fails:
+            self.fails = False
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. (a test's)")
+        return x
+
+
 def main() -> None:
     torch.set_num_threads(1)
     logging.disable(logging.CRITICAL)
     dist.init_process_group("gloo")
     rank, steps = dist.get_rank(), int(sys.argv[1])
     torch.manual_seed(0)
-    inner = nn.Sequential(nn.Linear(6, 10), nn.Dropout(0.1), nn.Tanh(), nn.Linear(10, 3))
+    inner = nn.Sequential(Counted(), nn.Linear(6, 10), nn.Dropout(0.1), nn.Tanh(), nn.Linear(10, 3))
     model = nn.parallel.DistributedDataParallel(inner)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     chance, draws = random.Random(rank), torch.Generator().manual_seed(rank)

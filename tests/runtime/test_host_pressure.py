@@ -219,3 +219,14 @@ def test_offloaded_activations_stay_on_a_card_that_has_room(
         ladder.shortage(offload, 9 * GIB)  # with states on the device it was too small
         survivor.step(batch)
         assert ladder.level.states and survivor._guard.hosted == set(model.parameters())
+
+
+def test_mounts_of_any_bytes_are_passed_over(tmp_path: Path) -> None:
+    """The kernel writes paths as they are, but for white space: a folder may have been named in Latin-1."""
+    tree = Tree(tmp_path, "0::/job\n", "")
+    mounts = tmp_path / "proc" / "self" / "mountinfo"
+    odd = b"25 1 8:2 / /media/caf\xe9 rw - ext4 /dev/sdb1 rw\n"
+    mounts.write_bytes(odd + V2_MOUNT.format(inside="/").encode())
+    tree.group("sys/fs/cgroup/job", current=GIB, max=2 * GIB)
+    found = tree.groups.nearest()
+    assert found is not None and found.limit == 2 * GIB

@@ -3,49 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
-from tests import warm
+from tests.runtime.rank_programs import ran_on_ranks
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 import vramfit
 from vramfit.errors import UsageError
 
-ROOT = Path(__file__).parents[2]
-
-
-def ran_on(ranks: int, steps: int) -> str:
-    """What the first rank prints."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
-    started = [
-        warm.Popen(
-            [sys.executable, "-m", "tests.runtime.rank_inside", str(steps)],
-            cwd=ROOT,
-            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-    ends = [process.communicate(timeout=400) for process in started]
-    assert [process.returncode for process in started] == [0] * ranks, ends
-    return ends[0][0]
-
 
 def test_two_ranks_agree_before_each_collective() -> None:
-    words, shortages, _ = ran_on(2, 25).split()
+    words, shortages, _ = ran_on_ranks(2, "tests.runtime.rank_inside", 25).split()
     assert words == "equal"
     assert int(shortages) >= 20
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
 import vramfit
+from vramfit.errors import UsageError
 from vramfit.units import MIB
 
 
@@ -84,3 +86,73 @@ def test_states_of_the_optimizer_make_room_and_come_back() -> None:
     done, alive, states = _with_states(700 * MIB, [*long, 16, 16, 16])
     assert ("back", "plain") in done
     assert states == {"cuda"} and alive == plain
+
+
+def _stepped(reserve: str, conf: str = "") -> tuple[set[str], int, list[tuple[str, str]]]:
+    """Where states are after three steps, of which two have room for gradients alone; slices done again; events."""
+    with vramfit.VirtualGPU("RTX 4090", alloc_conf=conf, profile="none"):
+        model = nn.Linear(4096, 4096, bias=False).cuda()  # 64 MiB, and states of 128
+        optimizer = torch.optim.AdamW(model.parameters())
+        survivor = vramfit.survive(
+            model, optimizer, loss=lambda whole, batch: whole(batch).square().mean(), reserve=reserve
+        )
+        batch = torch.empty(16, 4096, device="cuda")
+        survivor.step(batch)
+        model.weight.grad = torch.empty_like(model.weight)
+        torch.cuda.empty_cache()
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 1) / total)
+        model.weight.grad = None
+        retries = 0
+        for _ in range(2):
+            survivor.step(batch)
+            retries += survivor._guard.retries
+        states = {value.device.type for value in optimizer.state[model.weight].values() if value.dim()}
+        events = [(event.kind, event.evidence) for event in survivor.events if event.kind != "back"]
+        survivor.close()
+        torch.cuda.set_per_process_memory_fraction(1.0)
+        torch.cuda.empty_cache()
+        # The model and its states, in whole pages of 20 MiB where segments expand; the reserve is gone.
+        assert torch.cuda.memory_allocated() < 210 * MIB and torch.cuda.memory_reserved() < 270 * MIB
+    return states, retries, events
+
+
+def test_a_step_that_finds_no_room_takes_the_reserve() -> None:
+    states, retries, events = _stepped("0B")
+    assert retries and states == {"cpu"} and ("hosted", "states of 1 parameters are on the host") in events
+    assert _stepped("448MiB") == ({"cuda"}, 0, [])
+    assert _stepped("448MiB", "expandable_segments:True") == ({"cuda"}, 0, [])
+
+
+def test_states_that_were_made_in_the_reserve_are_told_until_there_is_room_for_another() -> None:
+    with vramfit.VirtualGPU("RTX 4090", alloc_conf="", profile="none"):
+        model = nn.Linear(4096, 4096, bias=False).cuda()
+        optimizer = torch.optim.AdamW(model.parameters())
+        survivor = vramfit.survive(
+            model, optimizer, loss=lambda whole, batch: whole(batch).square().mean(), reserve="448MiB"
+        )
+        total = torch.cuda.get_device_properties(0).total_memory
+        batch = torch.empty(16, 4096, device="cuda")
+        room = torch.cuda.memory_reserved() + 90 * MIB  # for gradients, not for states
+        torch.cuda.set_per_process_memory_fraction(room / total)
+        survivor.step(batch)
+        assert all(value.is_cuda for value in optimizer.state[model.weight].values() if value.dim())
+        told = [("reserve", "what the step made lies in it")]
+        assert [(event.kind, event.evidence) for event in survivor.events] == told
+        torch.cuda.set_per_process_memory_fraction(1.0)
+        survivor.step(batch)
+        told.append(("reserve", "it is whole again"))
+        assert [(event.kind, event.evidence) for event in survivor.events] == told
+        survivor.close()
+
+
+def test_a_reserve_needs_a_card_with_room() -> None:
+    model = nn.Linear(4, 4)
+    with pytest.raises(UsageError, match="a reserve is kept on a card of CUDA, and the model is on cpu"):
+        vramfit.survive(model, torch.optim.SGD(model.parameters()), reserve="1MiB")
+    with vramfit.VirtualGPU("RTX 4090", alloc_conf="", profile="none"):
+        model.cuda()
+        before = torch.cuda.memory_reserved()
+        with pytest.raises(UsageError, match=r"no room for a reserve of 25\.00 GiB: .* free"):
+            vramfit.survive(model, torch.optim.SGD(model.parameters()), reserve="25GiB")
+        assert torch.cuda.memory_reserved() == before

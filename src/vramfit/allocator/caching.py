@@ -363,6 +363,20 @@ class CachingAllocator(ReleasingStore):
                 return
         raise ValueError(f"endAllocatePool: not currently recording to {pool_id}")
 
+    def mark_capture_begin(self) -> None:
+        """A graph is captured from here on (``markCaptureBegin``): a request that fails releases no cached memory."""
+        self._capturing += 1
+
+    def mark_capture_end(self) -> None:
+        """The capture that began last is over (``markCaptureEnd``).
+
+        Raises:
+            ValueError: none is under way.
+        """
+        if not self._capturing:
+            raise ValueError("markCaptureEnd: no capture is under way")
+        self._capturing -= 1
+
     def release_pool(self, pool_id: PoolId) -> None:
         """Let go of a private pool; when nobody holds it, its free memory can go back to the driver.
 
@@ -392,6 +406,11 @@ class CachingAllocator(ReleasingStore):
     def active_bytes(self) -> int:
         """Bytes handed out or still used by other streams."""
         return self._stats.current("active_bytes")
+
+    @property
+    def inactive_split_bytes(self) -> int:
+        """Free bytes in segments that hold something else too, as ``inactive_split_bytes`` of ``memory_stats``."""
+        return self._stats.current("split_bytes")
 
     def figures(self) -> tuple[int, int, int]:
         """Allocated, active and reserved bytes at once."""

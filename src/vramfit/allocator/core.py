@@ -183,7 +183,8 @@ class BlockStore:
         self._pending: dict[int, Block] = {}  # freed blocks that are not free yet, by address
         self._deferred: list[Block] = []  # pending blocks freed during a capture: their events come later
         self._capture_uses: dict[int, set[int]] = {}  # streams that used a block during a capture, by address
-        self._captures: list[tuple[PoolId, frozenset[int] | None]] = []
+        self._captures: list[tuple[PoolId, frozenset[int] | None]] = []  # pools that requests go to
+        self._capturing = 0  # graphs that are captured
         self._private: dict[PoolId, PrivatePool] = {}
         self._use_on_oom: list[PoolId] = []
         self._set_config(AllocatorConfig() if config is None else config)

@@ -111,27 +111,32 @@ class ReleasingStore(ExpandableStore):
     def _obtain(self, pool: Pool, stream: int, size: int, rounded: int) -> Block:
         """A block for a request that no cached block serves, in torch's order of attempts.
 
-        Garbage collection, the driver, oversized cached blocks and the driver, all cached blocks and the
-        driver, private pools opened for this (``use_on_oom``). Source: c10/cuda/CUDACachingAllocator.cpp,
-        ``DeviceCachingAllocator::malloc``.
+        Garbage collection, the driver, private pools opened for this (``use_on_oom``), oversized cached blocks and
+        the driver, all cached blocks and the driver. Source: c10/cuda/CUDACachingAllocator.cpp,
+        ``DeviceCachingAllocator::malloc`` of 2.13; the pools came last until
+        github.com/pytorch/pytorch/pull/169699 of December 2025.
         """
         if self._collects:
             self._collect_garbage()
         self._reject_early(size, rounded)
         block = self._allocate(pool, stream, rounded)
+        if block is None and pool.owner is None:
+            block = self._take_from_opened_pools(pool, stream, rounded)
         if block is None and self._release_oversized(pool, stream, rounded):
             block = self._allocate(pool, stream, rounded)
-        if block is None and not self._captures:
+        if block is None and not self._keeps_cache():
             self._release_cached()
             self._stats.num_alloc_retries += 1
             block = self._allocate(pool, stream, rounded)
-        if block is None and pool.owner is None:
-            block = self._take_from_opened_pools(pool, stream, rounded)
         if block is None:
             self._emit(AllocatorEventKind.OOM, self.driver.free_bytes, rounded, stream)
             self._stats.num_ooms += 1
             raise self._out_of_memory(size, rounded)
         return block
+
+    def _keeps_cache(self) -> bool:
+        """Whether cached memory stays where a request fails: while a graph is captured, and until 2.12 in any pool."""
+        return self._capturing > 0 or (bool(self._captures) and not self._rules.pools_release_cache)
 
     def _allocate(self, pool: Pool, stream: int, rounded: int) -> Block | None:
         """One attempt at the driver (``alloc_block``), within the memory fraction."""

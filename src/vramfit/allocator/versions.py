@@ -35,6 +35,12 @@ class VersionRules:
     private_pool_stats: bool
     """``reserved_bytes_by_private_pools`` is among the statistics."""
 
+    pools_release_cache: bool
+    """A request in a pool of the user's may have cached memory released, as one outside may; in a capture none may.
+
+    Source: ``is_capture_context`` of 2.13, ``captures_underway.empty()`` before (``malloc``).
+    """
+
     pinned_round_options: bool
     """``pinned_max_round_threshold_mb`` and ``pinned_max_cached_size_mb`` are settings."""
 
@@ -61,6 +67,7 @@ def rules_for(version: TorchVersion) -> VersionRules:
         large_segment_size_option=version >= (2, 11),
         throw_on_oom_option=version >= (2, 12),
         private_pool_stats=version >= (2, 13),
+        pools_release_cache=version >= (2, 13),
         pinned_round_options=version >= (2, 13),
     )
 

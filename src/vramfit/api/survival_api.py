@@ -8,11 +8,19 @@ from typing import Any, overload
 import torch
 from torch import nn
 
-from vramfit.arguments import call_argument, number_argument, shown, text_argument, whole_argument
+from vramfit.arguments import (
+    call_argument,
+    number_argument,
+    shown,
+    size_argument,
+    text_argument,
+    whole_argument,
+)
 from vramfit.errors import UsageError
 from vramfit.runtime.survival.forward_survivor import ForwardSurvivor
 from vramfit.runtime.survival.ladder import SurvivalEvent
-from vramfit.runtime.survival.survivor import SurvivalSettings, Survivor
+from vramfit.runtime.survival.survival_settings import SurvivalSettings
+from vramfit.runtime.survival.survivor import Survivor
 from vramfit.techniques import Numerics
 from vramfit.techniques.micro_batching import Reduction
 
@@ -32,6 +40,7 @@ def survive(
     patience: int = ...,
     vote_seconds: float = ...,
     host_margin: float = ...,
+    reserve: int | str = ...,
     on_event: Callable[[SurvivalEvent], None] | None = ...,
 ) -> Survivor: ...
 
@@ -56,6 +65,7 @@ def survive(
     patience: int = 50,
     vote_seconds: float = 300.0,
     host_margin: float = 0.05,
+    reserve: int | str = 0,
     on_event: Callable[[SurvivalEvent], None] | None = None,
 ) -> Survivor | ForwardSurvivor:
     """Steps, or calls without an optimizer, that outlive running out of memory, each done exactly once.
@@ -94,6 +104,8 @@ def survive(
         vote_seconds: that a rank waits for the others.
         host_margin: before each step, less than this share of a control group's memory limit left on the host counts
             as a shortage there, before the kernel ends the process; 0 does not look.
+        reserve: bytes, or a size such as ``"512MiB"``, of the card that are kept back, and given to the optimizer's
+            step alone where it finds no other room: it then stays on the card, bit for bit.
         on_event: called with each event.
 
     Raises:
@@ -123,6 +135,7 @@ def survive(
         else number_argument("clip_norm", clip_norm, least=0.0, most=1e30),
         vote_seconds=number_argument("vote_seconds", vote_seconds, least=0.1, most=1e6),
         host_margin=number_argument("host_margin", host_margin, least=0.0, most=0.9),
+        reserve=size_argument("reserve", reserve, least=0),
     )
     given = None if loss is None else call_argument("loss", loss)
     return Survivor(model, optimizer, given, settings, scheduler=scheduler, scaler=scaler, on_event=on_event)

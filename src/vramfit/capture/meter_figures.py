@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from vramfit.capture.storages import StorageMeter
+from vramfit.runtime.watching.torch_figures import HeldBytes
 from vramfit.runtime.watching.watch_reading import DeviceUse
 from vramfit.trace import Category
 
@@ -31,12 +32,16 @@ class MeterFigures:
     def __init__(self, meter: StorageMeter[Any], kind: str, total: int | None = None) -> None:
         self._meter, self._kind, self._total = meter, kind, total
 
-    def held(self) -> dict[int, tuple[int, int]]:
-        """Allocated bytes of each device that is in use, and the most so far."""
+    def held(self) -> dict[int, HeldBytes]:
+        """What each device that is in use holds."""
         if threading.current_thread() is threading.main_thread():  # the program's own
             self._meter.collect()
         return {
-            device.index: (device.allocator.figures()[0], device.allocator.peak_allocated_bytes)
+            device.index: HeldBytes(
+                device.allocator.figures()[0],
+                device.allocator.peak_allocated_bytes,
+                device.allocator.inactive_split_bytes,
+            )
             for device in self._used()
         }
 
@@ -59,6 +64,7 @@ class MeterFigures:
                 peak=device.allocator.peak_allocated_bytes,
                 free=free,
                 total=total,
+                split=device.allocator.inactive_split_bytes,
                 categories=known,
             )
 

@@ -9,9 +9,21 @@ import torch
 from torch import nn
 
 from vramfit.api.survival_api import survive
+from vramfit.arguments import size_argument
 from vramfit.errors import UsageError
 from vramfit.integrations.plan_callbacks import put
 from vramfit.runtime.survival.survivor import Survivor
+
+_OPTIONS = (
+    "numerics",
+    "reduction",
+    "labels",
+    "patience",
+    "vote_seconds",
+    "host_margin",
+    "reserve",
+    "on_event",
+)
 
 
 class GuardedUpdate:
@@ -52,11 +64,11 @@ def trainer_survivor(model: nn.Module, optimizer: torch.optim.Optimizer, options
     Raises:
         UsageError: an option is none, or has no such value.
     """
-    unknown = options.keys() - {"numerics", "reduction", "labels", "patience", "host_margin", "on_event"}
+    unknown = options.keys() - set(_OPTIONS)
     if unknown:
         raise UsageError(
             f"{sorted(unknown)[0]} is no option of surviving in a trainer",
-            "Give numerics, reduction, labels, patience, host_margin or on_event; the rest is the trainer's",
+            f"Give {', '.join(_OPTIONS[:-1])} or {_OPTIONS[-1]}; the rest is the trainer's",
         )
     return survive(model, optimizer, **options)
 
@@ -67,5 +79,8 @@ def check_options(options: dict[str, Any]) -> None:
     Raises:
         UsageError: as `trainer_survivor` raises it.
     """
+    if "reserve" in options:  # there is no card yet
+        size_argument("reserve", options["reserve"], least=0)
+        options = {name: given for name, given in options.items() if name != "reserve"}
     nothing = nn.ParameterList([nn.Parameter(torch.zeros(1))])  # drawn numbers would change the training's
     trainer_survivor(nothing, torch.optim.SGD(nothing.parameters()), options)

@@ -3,7 +3,8 @@
 NOTE [A transaction in Lightning]: Lightning's loop stays in charge. What it calls the closure of a step (gradients
 cleared, ``training_step``, backward) is what begins anew after a shortage, in as many pieces as the ladder says. Values
 that a failed attempt logged are taken back. Clipping, hooks, logging and schedules are Lightning's. The optimizer's own
-``step`` commits slice by slice.
+``step`` commits slice by slice. Of batches that accumulate Lightning calls the closure by itself, without a step: so
+each closure is guarded where it is made, and gradients of earlier batches are set aside meanwhile.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class LightningSurvivalCallback(Callback):
 
     Raises:
         UsageError: an option is none; or, when the fit starts: the module optimizes manually, the training is spread
-            over several devices, batches are accumulated, or there is a plan.
+            over several devices, or there is a plan.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -55,11 +56,6 @@ class LightningSurvivalCallback(Callback):
         """The module is on its device, and the optimizer and its schedules are made."""
         by_hand = "Call survivor.step of vramfit.survive in its training_step instead"
         check_fit(trainer, pl_module, "surviving", by_hand)
-        if trainer.accumulate_grad_batches > 1:
-            raise UsageError(
-                f"accumulate_grad_batches={trainer.accumulate_grad_batches} goes past the step that is guarded",
-                "Leave it out and load larger batches: they are cut where they do not fit",
-            )
         if any(isinstance(one, PlanCallback) for one in trainer.callbacks):  # type: ignore[attr-defined]
             raise UsageError(
                 "the fit has a plan, and surviving takes some of the same techniques",
@@ -92,6 +88,15 @@ class _SurvivingFit(LightningTraining):
         self._plain_update = GuardedUpdate(survivor, self._plain_update)
         plugin: Any = trainer.precision_plugin
         self._own.callback(put(plugin, "clip_gradients", functools.partial(self._cut, plugin.clip_gradients)))
+        loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization
+        made = functools.partial(self._made, loop._make_closure)
+        self._own.callback(put(loop, "_make_closure", made))
+
+    def _made(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The closure of a batch, guarded. See NOTE [A transaction in Lightning]."""
+        closure = plain(*args, **kwargs)
+        closure.closure = functools.partial(self._guarded, closure.closure)
+        return closure
 
     def _optimizer_step(self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         found = super()._optimizer_step(optimizer, closure, *args, **kwargs)
@@ -99,13 +104,16 @@ class _SurvivingFit(LightningTraining):
         return found
 
     def _completed(self, closure: Callable[[], Any]) -> Any:
-        plain = super()._completed
+        return closure()  # which completes gradients itself, in each attempt
+
+    def _guarded(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        complete = functools.partial(super()._completed, functools.partial(plain, *args, **kwargs))
         batch, self.batch = self.batch, None
         logged = _Logged(self._trainer)
 
         def attempt() -> tuple[Any]:
             try:
-                return (plain(closure),)
+                return (complete(),)
             except BaseException:
                 logged.take_back()
                 raise

@@ -3,7 +3,8 @@
 NOTE [A transaction in the Trainer]: the Trainer's loop stays in charge. Its ``training_step``, forward and backward of
 one batch, is what begins anew after a shortage, in as many pieces as the ladder says; gradients of earlier batches of
 the same update are set aside meanwhile. Clipping, logging and the schedule are the Trainer's. The optimizer's own
-``step`` commits slice by slice.
+``step`` commits slice by slice. Ranks of DistributedDataParallel vote after each batch; gradients stay on their rank
+until the last batch of an update, when all that has accumulated is reduced.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 from vramfit.errors import UsageError
 from vramfit.integrations.guarded_updates import GuardedUpdate, check_options, trainer_survivor
@@ -24,6 +26,7 @@ from vramfit.integrations.transformers import (
     inner_optimizer,
 )
 from vramfit.runtime.survival.ladder import SurvivalEvent
+from vramfit.runtime.survival.survival_settings import UpdatePart
 from vramfit.runtime.survival.survivor import Survivor
 
 from transformers import Trainer, TrainerCallback  # isort: skip  # vramfit's module above says where it is missing
@@ -39,13 +42,14 @@ class TrainerSurvivalCallback(TrainerCallback):
     Args:
         trainer: the Trainer that the callback is added to.
         options: how far it may go, as `vramfit.survive` takes it: numerics, reduction, labels, patience,
-            host_margin, on_event.
+            vote_seconds, host_margin, reserve, on_event.
 
     Attributes:
         events: what was done in the latest training.
 
     Raises:
-        UsageError: an option is none; or, when the training starts, it is spread over several devices, or has a plan.
+        UsageError: an option is none; or, when the training starts, it is spread over several devices in another way
+            than by DistributedDataParallel, or has a plan.
     """
 
     def __init__(self, trainer: Trainer, **options: Any) -> None:
@@ -59,14 +63,14 @@ class TrainerSurvivalCallback(TrainerCallback):
         """The optimizer and its schedule are made."""
         del args, state, control, kwargs
         self.undo()
-        check_one_device(self._trainer, "surviving in the Trainer")
+        model = _trained_model(self._trainer)
         if any(isinstance(one, PlanCallback) for one in self._trainer.callback_handler.callbacks):
             raise UsageError(
                 "the Trainer has a plan, and surviving takes some of the same techniques",
                 "Leave one of the two callbacks out",
             )
         optimizer = inner_optimizer(self._trainer.optimizer)
-        survivor = trainer_survivor(self._trainer.model, optimizer, self._options)
+        survivor = trainer_survivor(model, optimizer, self._options)
         self.events = survivor.events
         self._training = _SurvivingTraining(self._trainer, survivor)
 
@@ -105,8 +109,9 @@ class _SurvivingTraining(TrainerTraining):
         self, model: Any, inputs: Any, num_items_in_batch: Any = None, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         plain = super()._training_step
+        part = UpdatePart.LAST if self._accelerator.sync_gradients else UpdatePart.EARLIER
         return self.survivor.gradients(
-            inputs, lambda: plain(model, inputs, num_items_in_batch, *args, **kwargs)
+            inputs, lambda: plain(model, inputs, num_items_in_batch, *args, **kwargs), part
         )
 
     def _clipped(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -117,3 +122,18 @@ class _SurvivingTraining(TrainerTraining):
         """Leave the model and the Trainer as they were."""
         super().undo()
         self.survivor.close()
+
+
+def _trained_model(trainer: Any) -> nn.Module:
+    """The model as the training calls it.
+
+    Raises:
+        UsageError: it is spread over several devices in another way than by DistributedDataParallel.
+    """
+    wrapped: nn.Module = trainer.model_wrapped
+    alone = not (trainer.args.n_gpu > 1 or trainer.is_model_parallel)
+    if isinstance(wrapped, nn.parallel.DistributedDataParallel) and alone:
+        return wrapped
+    check_one_device(trainer, "surviving in the Trainer, but by DistributedDataParallel,")
+    model: nn.Module = trainer.model
+    return model

@@ -88,8 +88,11 @@ class ControlGroups:
 def _folders(pid: int | str, root: Path) -> Iterator[tuple[Path, str]]:
     """The folder of each group of a process, from its own up, with the version."""
     try:
-        groups = (root / "proc" / str(pid) / "cgroup").read_text(encoding="utf-8")
-        mounts = (root / "proc" / str(pid) / "mountinfo").read_text(encoding="utf-8")
+        # Paths of any bytes are in there, of file systems that have nothing to do with us.
+        groups = (root / "proc" / str(pid) / "cgroup").read_text(encoding="utf-8", errors="surrogateescape")
+        mounts = (root / "proc" / str(pid) / "mountinfo").read_text(
+            encoding="utf-8", errors="surrogateescape"
+        )
     except OSError:
         return
     for line in groups.splitlines():

@@ -340,3 +340,35 @@ def test_a_writer_that_is_killed_leaves_no_set_and_its_remains_go_with_the_next(
     found, _ = written(tmp_path / "set")
     assert [path.name for path in tmp_path.iterdir()] == ["set"]
     assert len(found) == 40
+
+
+def test_tensors_that_stand_for_others_are_written_as_what_they_show(tmp_path: Path) -> None:
+    values = torch.randn(4, 3, dtype=torch.complex64).conj()
+    data = vramfit.MappedDataset.write(tmp_path / "one", {"x": values, "y": values.imag})
+    assert torch.equal(data[:]["x"], values.resolve_conj()) and torch.equal(data[1]["y"], values[1].imag)
+    data = vramfit.MappedDataset.write_samples(tmp_path / "two", ({"x": one} for one in values))
+    assert torch.equal(data[:]["x"], values.resolve_conj())
+
+
+@pytest.mark.parametrize(
+    ("values", "line"),
+    [
+        (torch.eye(3).to_sparse(), r"x is no plain tensor \(sparse_coo\)"),
+        (torch.zeros(3, 2, device="meta"), "x is on the meta device, where tensors have no values"),
+    ],
+)
+def test_tensors_without_values_in_one_piece_are_refused(
+    tmp_path: Path, values: torch.Tensor, line: str
+) -> None:
+    with pytest.raises(UsageError, match=line):
+        vramfit.MappedDataset.write(tmp_path / "data", {"x": values})
+    with pytest.raises(UsageError, match=line.replace("x is", "x of sample 0 is")):
+        vramfit.MappedDataset.write_samples(tmp_path / "data", [{"x": values}])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_large_unsigned_numbers_are_no_negative_ones(tmp_path: Path) -> None:
+    data = vramfit.MappedDataset.write(tmp_path / "data", {"x": np.arange(3)})
+    with pytest.raises(IndexError):
+        data[np.array([2**64 - 1], dtype=np.uint64)]
+    assert data[np.array([2], dtype=np.uint64)]["x"].tolist() == [2]

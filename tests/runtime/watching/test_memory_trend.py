@@ -11,7 +11,7 @@ from scipy.stats import theilslopes
 
 from vramfit.runtime.watching.memory_trend import maxima, step_maxima, thinned, trend_of
 from vramfit.runtime.watching.outlooks import OutlookKeeper
-from vramfit.runtime.watching.watch_reading import DeviceUse, HostUse, ProgramReading, WatchReading
+from vramfit.runtime.watching.watch_reading import DeviceUse, HostUse, Outlook, ProgramReading, WatchReading
 from vramfit.units import GIB, MIB
 
 
@@ -91,6 +91,7 @@ SERIES = [
     for noise in (0.0, 0.3)
     for teeth in (0, 2 * GIB)
     for seed in (0, 1)
+    if noise or not seed  # nothing is drawn without noise
 ]
 
 
@@ -100,7 +101,7 @@ def test_time_to_the_limit_of_linear_leaks(slope: int, noise: float, teeth: int,
     draw = random.Random(seed)
     begin, total = 4 * GIB, 24 * GIB
     out = (total - begin - teeth) / slope  # when the tops reach the end of the card
-    keeper, every = OutlookKeeper(window=out), out / 300
+    keeper, every = OutlookKeeper(window=out), out / 150
     found = None
     moment = 0.0
     while moment < out * 2 / 3:
@@ -144,6 +145,35 @@ def test_holes_that_no_peak_has_used_are_taken_off() -> None:
         (found,) = keeper.look(reading(float(step), step, figures))
     assert found is not None
     assert found.seconds == pytest.approx((total - holes - GIB - 99 * leak) / leak)
+
+
+def looks_at(leak: int, hole: int, total: int, steps: int) -> Outlook:
+    """The outlook after steps of a second each that leave a leak, and a hole beside it that nothing fills."""
+    keeper, found = OutlookKeeper(), None
+    for step in range(steps):
+        held, peak = GIB + leak * step, GIB + leak * step + 300 * MIB
+        figures = device(held, after=held, peak=peak, total=total)
+        reserved = peak + hole * step
+        (found,) = keeper.look(
+            reading(float(step), step, replace(figures, reserved=reserved, free=total - reserved))
+        )
+    assert found is not None
+    return found
+
+
+def test_holes_that_grow_with_a_leak_count_towards_the_limit() -> None:
+    """A leak of 15 MiB takes a segment of 20 MiB each time."""
+    leak, hole, total = 15 * MIB, 5 * MIB, 8 * GIB
+    found = looks_at(leak, hole, total, 100)
+    left = (total - GIB - 300 * MIB - 99 * (leak + hole)) / (leak + hole)
+    assert found.seconds == pytest.approx(left)
+    assert found.per_step == leak and found.per_second == pytest.approx(leak)
+    assert found.seconds_low == pytest.approx(left) and found.seconds_high == pytest.approx(left)
+
+
+def test_holes_without_a_leak_make_no_trend() -> None:
+    """A cache that fills is given back before memory runs out."""
+    assert looks_at(0, 20 * MIB, 8 * GIB, 100).trend == "none"
 
 
 @pytest.mark.parametrize("seed", range(6))

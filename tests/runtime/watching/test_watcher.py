@@ -19,6 +19,7 @@ from runtime.watching.fake_nvml import FakeNvml
 from vramfit.capture.meter_figures import MeterFigures
 from vramfit.errors import UsageError, WriteError
 from vramfit.record.cpu_recorder import CpuRecorder
+from vramfit.runtime.watching import reported_files
 from vramfit.runtime.watching.card_probe import CardProbe
 from vramfit.runtime.watching.host_memory import HostProbe, check_process
 from vramfit.runtime.watching.metric_writers import MetricWriter, scalars_of
@@ -126,6 +127,51 @@ def test_a_reporter_writes_whole_lines_and_stops(tmp_path: Path) -> None:
     assert [one.pid for one in files.last()] == sorted([os.getpid(), 4_000_000])
 
 
+def test_a_file_of_readings_does_not_grow_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reported_files, "_LARGE", 1000)
+    path, files = tmp_path / f"{os.getpid()}.jsonl", ReportedFiles(tmp_path)
+    with open(path, "a", encoding="utf-8") as stream:  # as the reporter has it open
+        for step in range(100):
+            line = json.dumps({"time": float(step), "pid": os.getpid(), "steps": step, "devices": []})
+            stream.write(line + "\n" + line[: 10 * (step % 2)])
+            stream.flush()
+            (reading,) = files.latest()
+            assert reading.steps == step
+            if step % 2:
+                stream.write(line[10:] + "\n")
+                stream.flush()
+            assert path.stat().st_size < 1300
+
+
+def test_a_look_that_fails_is_left_out_and_the_watch_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    watcher = ProcessWatcher(os.getpid(), programs=lambda: [1 / 0])  # type: ignore[list-item]
+    for _ in range(2):
+        found = watcher.look()
+        assert found is not None and found.programs == () and found.host is not None
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def test_a_program_does_not_notice_that_a_look_fails(tmp_path: Path) -> None:
+    class Broken:
+        def held(self) -> dict[int, tuple[int, int]]:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+        def devices(self, *, categories: bool) -> Any:
+            return self.held()
+
+    readings = OwnReadings(Broken())
+    weight = torch.nn.Parameter(torch.zeros(1))
+    weight.grad = torch.ones(1)
+    torch.optim.SGD([weight], lr=1.0).step()
+    assert float(weight.detach()) == -1.0
+    readings.close()
+    reporter = ProcessReporter(tmp_path, 0.01, Broken()).start()
+    reporter.stop()
+    assert reporter.count == 0 and not reporter._thread.is_alive()
+
+
 def test_a_command_finds_its_reporter_and_its_own_sitecustomize(tmp_path: Path) -> None:
     own = tmp_path / "own"
     own.mkdir()
@@ -176,6 +222,43 @@ def test_host_memory_of_a_process_and_its_children() -> None:
     assert HostProbe(child.pid).look() is None
     with pytest.raises(UsageError, match=f"there is no process {child.pid}"):
         check_process(child.pid)
+
+
+class FakePsutil:
+    """psutil where a process has two children, of which one has just ended."""
+
+    class Error(Exception):
+        pass
+
+    class NoSuchProcess(Error):
+        pass
+
+    class Process:
+        def __init__(self, pid: int) -> None:
+            self.pid = pid
+            if pid == 404:
+                raise FakePsutil.NoSuchProcess
+
+        def children(self, *, recursive: bool) -> list[Any]:
+            return [FakePsutil.Process(self.pid + 1), FakePsutil.Process(self.pid + 2)]
+
+        def memory_info(self) -> Any:
+            if self.pid == 12:
+                raise FakePsutil.NoSuchProcess
+            return SimpleNamespace(rss=100 * self.pid)
+
+    @staticmethod
+    def virtual_memory() -> Any:
+        return SimpleNamespace(available=5, total=9)
+
+
+def test_without_proc_a_child_that_ends_does_not_end_the_watch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "psutil", FakePsutil)
+    use = HostProbe(10, tmp_path).look()
+    assert use is not None and (use.resident, use.processes, use.available) == (1000 + 1100, 2, 5)
+    assert HostProbe(404, tmp_path).look() is None
 
 
 def test_a_zombie_has_ended() -> None:

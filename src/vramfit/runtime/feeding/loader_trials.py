@@ -212,6 +212,7 @@ def with_choice(loader: DataLoader[Any], choice: LoaderTrial) -> DataLoader[Any]
         prefetch_factor=(loader.prefetch_factor or _AHEAD) if choice.workers else None,
         pin_memory=choice.pinned,
         persistent_workers=False,
+        timeout=loader.timeout if choice.workers else 0,  # which is refused without workers
         _iterator=None,
     )
     found: DataLoader[Any] = made

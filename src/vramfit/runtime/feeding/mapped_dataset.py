@@ -215,6 +215,10 @@ class MappedDataset(Dataset[dict[str, torch.Tensor]]):
             return np.empty(0, np.int64)
         if found.dtype.kind not in "iu" or found.ndim != 1:
             raise TypeError(f"{shown(indices)} names no samples: give a number, a slice or a list of numbers")
+        if found.dtype == np.uint64 and int(found.max()) >= len(
+            self
+        ):  # as signed ones, large ones are negative
+            raise IndexError(f"{shown(indices)} names one that is no sample of {len(self)}")
         found = found.astype(np.int64, copy=False)
         if found.view(np.uint64).max() < len(self):  # as such, negative ones are large
             return found
@@ -233,7 +237,7 @@ class MappedDataset(Dataset[dict[str, torch.Tensor]]):
         """
         if memory is None:
             memory = _own_memory if get_worker_info() is None else _shared_memory
-        if self._cold:
+        if self._cold > 0:  # threads may count it down at once
             self._cold -= 1
             ordered = np.sort(numbers)
             for field in self._fields.values():

@@ -11,6 +11,7 @@ not (it is none of torch's), the whole is one slice.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -20,6 +21,7 @@ import torch
 from torch import nn
 
 from vramfit.errors import UsageError
+from vramfit.runtime.survival.emergency_reserve import EmergencyReserve
 from vramfit.runtime.survival.leftovers import Recovery
 from vramfit.runtime.survival.step_state import GeneratorStates, copied
 
@@ -76,6 +78,7 @@ class GuardedStep:
     Args:
         optimizer: it steps as it is; nothing of it is replaced between the steps.
         recovery: makes room after a shortage, on the device where the parameters are.
+        reserve: of the device, from which the step takes what it finds nowhere else.
 
     Attributes:
         hosted: parameters whose states are on the host, since there was no room for a step on the device.
@@ -88,9 +91,11 @@ class GuardedStep:
         recovery: Recovery,
         *,
         slice_bytes: int = SLICE_BYTES,
+        reserve: EmergencyReserve | None = None,
     ) -> None:
         self.optimizer, self._recovery = optimizer, recovery
         self._slice_bytes = slice_bytes
+        self._reserve = reserve
         kind = type(optimizer)  # some say "torch.optim", others their own module below it
         self.by_parameter = kind.__name__ in BY_PARAMETER and f"{kind.__module__}.".startswith("torch.optim.")
         if isinstance(optimizer, torch.optim.LBFGS):
@@ -114,8 +119,9 @@ class GuardedStep:
         try:
             for hook in before.values():  # once for a step, not for each slice
                 hook(optimizer, (), {})
-            for part in list(self._slices()):
-                self._step_slice(part)
+            with contextlib.nullcontext() if self._reserve is None else self._reserve.opened():
+                for part in list(self._slices()):
+                    self._step_slice(part)
             for hook in after.values():
                 hook(optimizer, (), {})
         finally:

@@ -63,7 +63,8 @@ class SurvivalEvent:
         step: the number of the step, from 0.
         kind: ``retry`` (the same again), ``up`` (more is done), ``down`` (on trial), ``hosted`` (states of so many
             parameters went to the host), ``back`` (they came back), ``host-pressure`` (the host's memory is nearly
-            used up, and room was made there, or there is none to be made), ``given-up``.
+            used up, and room was made there, or there is none to be made), ``reserve`` (what is kept back for the
+            optimizer's step is used for good, or whole again), ``given-up``.
         rung: that it stands on now.
         cause: the first line of the error; empty for a way down.
         evidence: what the device held, and what was asked for.

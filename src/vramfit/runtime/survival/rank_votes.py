@@ -3,7 +3,8 @@
 NOTE [Votes]: a rank that runs out in its forward or backward pass never comes to the reduction that the others wait in.
 So gradients stay on their rank until all have said, on a group of CPU tensors with a timeout, that they have them and
 the buffer to reduce them with; if one has not, all begin the step anew, on the same rung. What a rank allocates after
-the reduction is voted on once more. The optimizer's step needs no vote: it always ends.
+the reduction is voted on once more. The optimizer's step needs no vote: it always ends. Buffers are synchronised
+between two steps, and not inside of the forward pass.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class RankVotes:
         import torch.distributed as dist
 
         self._dist: Any = dist
+        self._wrapper = model
         self._group = model.process_group
         ranks = dist.get_process_group_ranks(self._group)
         self.size = len(ranks)
@@ -42,6 +44,7 @@ class RankVotes:
         self._timeout = timeout
         self._bucket: torch.Tensor | None = None
         self._absent: set[nn.Parameter] = set()
+        self._buffers_due = True
 
     def most(self, *values: int) -> tuple[int, ...]:
         """The largest of what each rank says, for each value.
@@ -58,6 +61,29 @@ class RankVotes:
                 "Look at the other ranks' logs: one has ended or hangs",
             ) from error
         return tuple(int(value) for value in told)
+
+    def synchronise_buffers(self) -> None:
+        """Give all ranks the first one's buffers after a reduction, before the attempts of a step.
+
+        DistributedDataParallel does it inside of its forward pass, where a rank that begins anew would wait for others
+        that do not. It is kept from that until `close`. It is done in place: nothing is allocated.
+        """
+        wrapper = self._wrapper
+        wrapper.require_forward_param_sync = True
+        if self._buffers_due and wrapper.will_sync_module_buffers():
+            with torch.no_grad():
+                for buffer in wrapper.modules_buffers:
+                    whole = buffer.contiguous()
+                    plain = whole.view(torch.uint8) if whole.dtype is torch.bool else whole
+                    self._dist.broadcast(plain, src=self._source, group=self._group)
+                    if whole is not buffer:
+                        buffer.copy_(whole)
+        self._buffers_due = False
+        wrapper.require_forward_param_sync = False
+
+    def close(self) -> None:
+        """Let the wrapper synchronise by itself again."""
+        self._wrapper.require_forward_param_sync = True
 
     def prepare(self, model: nn.Module) -> None:
         """Have the buffer of the reduction before the vote, and a place for gradients that only other ranks have.
@@ -83,6 +109,7 @@ class RankVotes:
         DistributedDataParallel with ``find_unused_parameters``; one that no rank has a gradient for keeps none.
         """
         assert self._bucket is not None
+        self._buffers_due = True
         for part in self._buckets(model):
             flat = self._bucket[: sum(parameter.numel() for parameter in part)]
             start = 0

@@ -13,7 +13,6 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Generator, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -21,19 +20,21 @@ from torch import nn
 
 from vramfit.errors import UsageError
 from vramfit.runtime.oom_forms import MemoryShortage, ShortOf
+from vramfit.runtime.survival.emergency_reserve import EmergencyReserve
 from vramfit.runtime.survival.guarded_step import GuardedStep
 from vramfit.runtime.survival.host_watch import HostWatch
 from vramfit.runtime.survival.ladder import Ladder, Rung, RungLevel, SurvivalEvent
 from vramfit.runtime.survival.leftovers import MemoryNow, Recovery, memory_now, requested_bytes
 from vramfit.runtime.survival.rank_votes import unsynchronised, votes_for
+from vramfit.runtime.survival.scaled_step import scaled_step
 from vramfit.runtime.survival.step_state import StepState
+from vramfit.runtime.survival.survival_settings import SurvivalSettings, UpdatePart
 from vramfit.techniques import AttachedProgram, Choice, Numerics, find_technique
 from vramfit.techniques.activation_checkpointing import Checkpointing, Mode
 from vramfit.techniques.activation_offload import ActivationOffloadSetting
 from vramfit.techniques.micro_batching import (
     BatchNormalisation,
     MicroBatchingSetting,
-    Reduction,
     batch_norms,
     find_cut,
 )
@@ -50,29 +51,6 @@ _LAST_TRIES = 6
 """Attempts that a step has beside one for each rung before it is given up: a neighbour's peak passes."""
 
 _log = logging.getLogger("vramfit.survive")
-
-
-@dataclass(frozen=True, kw_only=True)
-class SurvivalSettings:
-    """What a survivor may do.
-
-    Attributes:
-        numerics: how far results may differ from the step without a shortage; it goes no further.
-        patience: good steps before something is left on trial.
-        reduction: how the loss makes one number of a batch, for micro-batches.
-        labels: where a batch has what weighs.
-        clip_norm: the norm that all gradients together are cut to; None does not cut.
-        vote_seconds: that a rank waits for the others.
-        host_margin: of a control group's memory limit, the share that is to stay free on the host; 0 looks at none.
-    """
-
-    numerics: Numerics = Numerics.ROUNDING
-    patience: int = 50
-    reduction: Reduction = Reduction.AUTO
-    labels: str = "labels"
-    clip_norm: float | None = None
-    vote_seconds: float = 300.0
-    host_margin: float = 0.05
 
 
 class Survivor:
@@ -92,7 +70,7 @@ class Survivor:
         steps: that were committed.
 
     Raises:
-        UsageError: the optimizer has no step that could be guarded.
+        UsageError: the optimizer has no step that could be guarded, or there is no room for the reserve.
     """
 
     def __init__(
@@ -112,7 +90,8 @@ class Survivor:
         self.live.scaler = scaler
         self._votes = votes_for(model, settings.vote_seconds)
         self._recovery = Recovery(self.live.device)
-        self._guard = GuardedStep(optimizer, self._recovery)
+        self._reserve = EmergencyReserve(settings.reserve, self.live.device) if settings.reserve else None
+        self._guard = GuardedStep(optimizer, self._recovery, reserve=self._reserve)
         self._ladder: Ladder | None = None
         self._standing = 0
         self._unattachable: set[int] = set()
@@ -120,6 +99,7 @@ class Survivor:
         self.events: list[SurvivalEvent] = []
         self.steps = 0
         self._may_go_down = False
+        self._had_reserve = True
         self._host = HostWatch(settings.host_margin)
 
     # -- the loop --------------------------------------------------------------------------------------------------
@@ -147,11 +127,12 @@ class Survivor:
 
     # -- parts of a step, for a trainer that has its own loop ---------------------------------------------------------
 
-    def gradients(self, batch: Any, work: Callable[[], T]) -> T:
+    def gradients(self, batch: Any, work: Callable[[], T], part: UpdatePart = UpdatePart.WHOLE) -> T:
         """Gradients of a batch, added to those that are there: all of them, or nothing is changed.
 
         Args:
             batch: says how far it can be cut.
+            part: which batch of an update it is, for several ranks.
             work: goes forward and backward, through `live`'s pieces; called again for each attempt. It gives anything
                 but None.
 
@@ -165,9 +146,11 @@ class Survivor:
         ladder = self._ladder_for(batch)
         self._look_at_host(ladder)
         live, scaler = self.live, self.live.scaler
+        if self._votes is not None:
+            self._votes.synchronise_buffers()
         state = self._recovery.insist(lambda: StepState(self.model, scaler, live.device))
         try:
-            return self._attempted(work, state, ladder)
+            return self._attempted(work, state, ladder, part)
         except BaseException:
             state.give_back()
             raise
@@ -176,7 +159,8 @@ class Survivor:
         """The optimizer's step alone, with the gradients as they are; it ends, unless the host has no room either."""
         hosted = len(self._guard.hosted)
         self._guard.step()
-        self._tell_of_hosted(hosted)
+        self._agree_on_parameters()
+        self._tell_of_step(hosted)
 
     def insist(self, action: Callable[[], T]) -> T:
         """Do what changes nothing where it fails, again where it ran out of memory; such as the norm of gradients."""
@@ -219,6 +203,10 @@ class Survivor:
         """Leave the model as it was but for its values, and the optimizer's states where they belong."""
         self.live.undo()
         self._standing = 0
+        if self._votes is not None:
+            self._votes.close()
+        if self._reserve is not None:
+            self._reserve.close()
         if self._guard.hosted:
             self._recovery.release()
             self._bring_back()
@@ -236,17 +224,27 @@ class Survivor:
 
     # -- gradients -------------------------------------------------------------------------------------------------
 
-    def _attempted(self, work: Callable[[], T], state: StepState, ladder: Ladder) -> T:
+    def _attempted(self, work: Callable[[], T], state: StepState, ladder: Ladder, part: UpdatePart) -> T:
         """What the work gives, with all gradients of a batch in the parameters."""
+        last = part is UpdatePart.LAST and self._votes is not None
+
+        def whole() -> T:
+            with unsynchronised(self.model):
+                found = work()
+            if last and self._votes is not None:  # what the reduction needs is there before the vote
+                state.join_gradients()
+                self._votes.prepare(self.model)
+            return found
+
         attempts = 0
         while True:
             self._stand_on(ladder)
             place = ladder.place
-            found = self._tried(work)
+            found = self._tried(whole)
             may = ladder.may_go_down(memory_now(self.live.device))
             failed, stay = self._most(int(found is None), int(not may))
             if not failed:
-                finished = self._tried(lambda: self._finished_gradients(state))
+                finished = self._tried(lambda: self._finished_gradients(state, part))
                 (failed,) = self._most(int(finished is None))
             if not failed and found is not None:
                 self._may_go_down = not stay
@@ -272,7 +270,7 @@ class Survivor:
         """The loss of this rank's batch, with its gradients in the parameters."""
         live, total = self.live, None
         assert self._loss is not None
-        with unsynchronised(self.model), contextlib.closing(_generator(live.split(batch))) as pieces:
+        with contextlib.closing(_generator(live.split(batch))) as pieces:
             for piece in pieces:
                 loss = self._loss(self.model, self._placed(piece))
                 del piece
@@ -286,11 +284,12 @@ class Survivor:
             self._votes.prepare(self.model)
         return total
 
-    def _finished_gradients(self, state: StepState) -> bool:
+    def _finished_gradients(self, state: StepState, part: UpdatePart) -> bool:
         """The gradients as the optimizer takes them: of all ranks, with earlier ones, unscaled and cut."""
-        if self._votes is not None:
+        if self._votes is not None and part is not UpdatePart.EARLIER:
             self._votes.reduce(self.model)
-        state.join_gradients()
+        if self._votes is None or part is not UpdatePart.LAST:
+            state.join_gradients()
         if self.live.scaler is not None:
             self.live.scaler.unscale_(self.optimizer)
         if self.settings.clip_norm is not None:
@@ -529,56 +528,35 @@ class Survivor:
         if scaler is None:
             self._guard.step()
         else:
-            self._scaled_step(scaler)
+            scaled_step(scaler, self.optimizer, self._guard, self._recovery)
         self._recovery.insist(lambda: self.optimizer.zero_grad(set_to_none=True))
-        if self._votes is not None and self._most(len(self._guard.hosted))[0]:
-            self._votes.spread_parameters(self.model)
-        self._tell_of_hosted(hosted)
+        self._agree_on_parameters()
+        self._tell_of_step(hosted)
         if scaler is not None:
             self._recovery.insist(scaler.update)
         if self._scheduler is not None:
             self._recovery.insist(self._scheduler.step)
 
-    def _tell_of_hosted(self, before: int) -> None:
-        """Say that states went to the host in this step, if they did."""
+    def _agree_on_parameters(self) -> None:
+        """Ranks have the same parameters but for what stepped on a host, which rounds otherwise."""
+        if self._votes is not None and self._most(len(self._guard.hosted))[0]:
+            self._votes.spread_parameters(self.model)
+
+    def _tell_of_step(self, before: int) -> None:
+        """Say that states went to the host in this step, or stay in the reserve, if they do.
+
+        Args:
+            before: parameters whose states were on the host when it began.
+        """
+        if self._reserve is not None and self._reserve.held != self._had_reserve:
+            self._had_reserve = self._reserve.held
+            rung = Rung.PLAIN if self._ladder is None else self._ladder.level.rung
+            what = "it is whole again" if self._had_reserve else "what the step made lies in it"
+            self._tell("reserve", rung, evidence=what)
         if len(self._guard.hosted) > before and self._recovery.last is not None:
             rung = Rung.PLAIN if self._ladder is None else self._ladder.level.rung
             evidence = f"states of {len(self._guard.hosted)} parameters are on the host"
             self._tell("hosted", rung, self._recovery.last.message, evidence)
-
-    def _scaled_step(self, scaler: torch.amp.GradScaler) -> None:
-        """The step as a scaler takes it: not at all where a gradient is no number."""
-        begun = False
-        failure: BaseException | None = None
-        own = vars(self.optimizer).get("step")  # a scheduler's, which counts
-        plain = self.optimizer.step
-
-        def once(*_: Any, **__: Any) -> None:
-            nonlocal begun, failure
-            if begun:
-                return
-            begun = True
-            self.optimizer.step = plain  # type: ignore[method-assign]
-            try:
-                self._guard.step()
-            except BaseException as error:
-                failure = error
-                raise
-            self.optimizer.step = once  # type: ignore[method-assign,assignment]
-
-        def scaled() -> None:
-            if failure is not None:  # some slices may have stepped: not again
-                raise failure
-            scaler.step(self.optimizer)
-
-        self.optimizer.step = once  # type: ignore[method-assign,assignment]
-        try:
-            self._recovery.insist(scaled)
-        finally:
-            if own is None:
-                del self.optimizer.step
-            else:
-                self.optimizer.step = own  # type: ignore[method-assign]
 
     def _tell(self, kind: str, rung: Rung, cause: str = "", evidence: str = "", pieces: int = 1) -> None:
         event = SurvivalEvent(

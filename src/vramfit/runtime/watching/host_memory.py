@@ -65,9 +65,12 @@ class HostProbe:
                 continue
             seen.add(pid)
             yield pid
-            for file in (self._proc / str(pid) / "task").glob("*/children"):
-                with contextlib.suppress(OSError):
-                    waiting += [int(one) for one in file.read_text(encoding="ascii").split()]
+            with contextlib.suppress(OSError):  # it may end while it is looked at
+                tasks = list((self._proc / str(pid) / "task").iterdir())
+                for task in tasks:
+                    with contextlib.suppress(OSError):
+                        told = (task / "children").read_text(encoding="ascii")
+                        waiting += [int(one) for one in told.split()]
 
     def _resident(self, pid: int) -> int | None:
         """Resident bytes; None for a process that has ended, or waits as a zombie to be collected."""
@@ -86,10 +89,13 @@ class HostProbe:
         psutil = self._psutil
         try:
             first = psutil.Process(self._pid)
-            family = [first, *first.children(recursive=True)]
-            sizes = [one.memory_info().rss for one in family]
+            sizes = [first.memory_info().rss]
+            children = first.children(recursive=True)
         except psutil.NoSuchProcess:
             return None
+        for child in children:
+            with contextlib.suppress(psutil.Error):  # it has ended meanwhile, or is somebody else's
+                sizes.append(child.memory_info().rss)
         machine = psutil.virtual_memory()
         return HostUse(
             resident=sum(sizes), processes=len(sizes), available=machine.available, total=machine.total

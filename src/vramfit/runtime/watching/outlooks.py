@@ -1,4 +1,11 @@
-"""Keeps what was seen of each figure for some minutes, and says where it is heading."""
+"""Keeps what was seen of each figure for some minutes, and says where it is heading.
+
+NOTE [Holes]: what the allocator has reserved without using it, even at the peak, is of no use to the next step either,
+but for whole segments, which it can give back. So holes are no more than either figure. A leak of 15 MiB a step takes a
+segment of 20 MiB each time (c10/cuda/CUDACachingAllocator.cpp, kLargeBuffer): the holes grow with it. So where what is
+allocated rises, and the holes do, both count towards the limit. Holes alone make no trend: a cache that fills is given
+back before memory runs out.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +46,9 @@ class _Series:
         after_steps: the same at the ends of steps.
         above: by how much the figure stood above its last end of a step, with the times.
         heights: by how much the peak of a step stood above its end, where that is known.
-        wasted: reserved bytes that were not used even at the peak.
+        wasted: bytes in holes. See NOTE [Holes].
+        holes: the same at the ends of steps, by their numbers; of a program without steps by the time.
+        records: peaks when they rose.
         peak: the process' own at the end of a step, as last seen.
         limit: bytes, as last seen.
     """
@@ -49,8 +58,29 @@ class _Series:
     above: deque[Point] = field(default_factory=lambda: deque(maxlen=_KEPT))
     heights: deque[Point] = field(default_factory=lambda: deque(maxlen=_KEPT))
     wasted: deque[int] = field(default_factory=lambda: deque(maxlen=_WASTED))
+    holes: deque[Point] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    records: deque[Point] = field(default_factory=lambda: deque(maxlen=_KEPT))
     peak: int = 0
     limit: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Line:
+    """What a figure's future is reckoned from.
+
+    Attributes:
+        points: that the line goes through.
+        trend: the line itself; None where there are too few points.
+        growth: of what counts towards the limit: the line, and holes that grow with it.
+        on_top: bytes above the line that a step needs.
+        per_step: bytes that a step adds to the line; None without steps.
+    """
+
+    points: list[Point]
+    trend: SeriesTrend | None = None
+    growth: SeriesTrend | None = None
+    on_top: float = 0.0
+    per_step: float | None = None
 
 
 class OutlookKeeper:
@@ -99,21 +129,33 @@ class OutlookKeeper:
     def _note_device(self, name: str, time: float, steps: int, device: DeviceUse) -> None:
         series = self._note(name, time, device.allocated, device.limit, steps)
         if device.after_step is None:
+            if device.peak > series.peak:
+                if series.peak:  # the first was before the first look
+                    series.records.append((time, float(device.peak)))
+                series.peak = device.peak
+            series.wasted.append(device.holes)
+            series.holes.append((time, float(device.holes)))
             return
+        if not series.after_steps:  # what was seen before the first step is of another kind
+            series.holes.clear()
+            series.wasted.clear()
+            series.peak = 0
         ends = series.after_steps
         if not ends or (steps > ends[-1][2] and time > ends[-1][0]):
             ends.append((time, float(device.after_step), steps))
+            series.holes.append((float(steps), float(device.holes)))
         # A peak that has risen from one end of a step to the next is that step's own.
         peak = device.step_peak or 0
         if peak > series.peak and series.peak:
             series.heights.append((time, float(peak - device.after_step)))
         series.peak = max(series.peak, peak)
-        series.wasted.append(max(0, device.reserved - device.peak))
+        series.wasted.append(device.holes)
         series.above.append((time, max(0.0, float(device.allocated - device.after_step))))
 
     def _outlook(self, name: str) -> Outlook:
         series = self._series[name]
-        points, height, trend, per_step = self._line(series)
+        line = self._line(series)
+        points, trend = line.points, line.trend
         if trend is None:
             return Outlook(what=name, trend="unknown", limit=series.limit)
         length = points[-1][0] - points[0][0]
@@ -125,13 +167,13 @@ class OutlookKeeper:
             per_second=trend.slope,
             per_second_low=trend.low,
             per_second_high=trend.high,
-            per_step=per_step,
+            per_step=line.per_step,
         )
         if abs(trend.slope) < least or not (trend.rises or trend.falls):
             return plain
         if trend.falls:
             return replace(plain, trend="falling")
-        seconds, low, high = _until(trend, series.limit - height)
+        seconds, low, high = _until(line.growth or trend, series.limit - line.on_top)
         passed = series.seen[-1][0] - points[-1][0]
         return replace(
             plain,
@@ -141,33 +183,66 @@ class OutlookKeeper:
             seconds_high=None if high is None else max(0.0, high - passed),
         )
 
-    def _line(self, series: _Series) -> tuple[list[Point], float, SeriesTrend | None, float | None]:
-        """The points of the line, how far the figure rises above it within a step, the line, and bytes a step.
+    def _line(self, series: _Series) -> _Line:
+        """The points of the line, the line, and what comes on top.
 
         A leak is of a step, and steps may come faster or slower: so what a step adds is taken from the whole window,
-        and how fast they come from its last third. What the allocator's holes keep from being used, even at the peak,
-        comes on top of the step's own height.
+        and how fast they come from its last third.
         """
         ends = list(series.after_steps)
         ends = ends[within(ends, self._window) :]
         if len(ends) >= 2:
-            known = [value for time, value in series.heights if time >= ends[0][0]]
-            above = known or [value for time, value in series.above if time >= ends[0][0]]
-            line, height = [(time, value) for time, value, _ in ends], max(above, default=0.0)
-            per_step = trend_of(thinned([(float(step), value) for _, value, step in ends]))
-            recent = ends[-max(LEAST, len(ends) // 3) :]
-            rate = trend_of(thinned([(time, float(step)) for time, _, step in recent]))
-            if per_step is None or rate is None:
-                return line, height, None, None
-            wasted = sorted(series.wasted)[len(series.wasted) // 2]
-            return line, height + wasted, per_step.times(rate), per_step.slope
+            return self._line_of_steps(series, ends)
         seen = list(series.seen)
         seen = seen[within(seen, self._window) :]
         if seen and seen[-1][2] > seen[0][2]:
             points = step_maxima(seen)
         else:
             points = maxima([(time, value) for time, value, _ in seen])
-        return points, 0.0, trend_of(thinned(points)), None
+        trend = trend_of(thinned(points))
+        if trend is None or not trend.rises or not series.wasted:
+            return _Line(points=points, trend=trend)
+        growth, wasted = _with_holes(trend, series, points[0][0])
+        last = points[-1][0]
+        above = [
+            value - trend.level - trend.slope * (time - last)
+            for time, value in series.records
+            if time >= points[0][0]
+        ]
+        return _Line(points=points, trend=trend, growth=growth, on_top=max([0.0, *above]) + wasted)
+
+    def _line_of_steps(self, series: _Series, ends: list[tuple[float, float, int]]) -> _Line:
+        """The line through the ends of steps. See NOTE [Holes]."""
+        known = [value for time, value in series.heights if time >= ends[0][0]]
+        above = known or [value for time, value in series.above if time >= ends[0][0]]
+        points = [(time, value) for time, value, _ in ends]
+        per_step = trend_of(thinned([(float(step), value) for _, value, step in ends]))
+        recent = ends[-max(LEAST, len(ends) // 3) :]
+        rate = trend_of(thinned([(time, float(step)) for time, _, step in recent]))
+        if per_step is None or rate is None:
+            return _Line(points=points)
+        growth, wasted = _with_holes(per_step, series, ends[0][2])
+        return _Line(
+            points=points,
+            trend=per_step.times(rate),
+            growth=growth.times(rate),
+            on_top=max(above, default=0.0) + wasted,
+            per_step=per_step.slope,
+        )
+
+
+def _with_holes(trend: SeriesTrend, series: _Series, begin: float) -> tuple[SeriesTrend, float]:
+    """A line with the holes that grow beside it, and how much these take now. See NOTE [Holes].
+
+    Args:
+        begin: where the line begins.
+    """
+    wasted = float(sorted(series.wasted)[len(series.wasted) // 2])
+    holes = trend_of(thinned([one for one in series.holes if one[0] >= begin]))
+    if not trend.rises or holes is None or not holes.rises:
+        return trend, wasted
+    low, high = trend.low + holes.low, trend.high + holes.high
+    return replace(trend, slope=trend.slope + holes.slope, low=low, high=high), max(0.0, holes.level)
 
 
 def device_name(device: DeviceUse) -> str:

@@ -29,7 +29,7 @@ _CATEGORIES_EVERY = 2.0
 _CATEGORIES_SHARE = 0.01
 """The share of the time that sums by category may take: those of large models come less often."""
 
-_NONE = None, None
+_NONE = None, None, None
 
 _POLL = 0.2
 """Seconds between two looks whether the program has imported torch."""
@@ -77,7 +77,7 @@ class ProcessReporter:
                 while True:
                     done = self._done.wait(self._every)
                     began = time.perf_counter()
-                    if reading := readings.now():
+                    if reading := self._looked(readings):
                         stream.write(json.dumps(to_plain(reading)) + "\n")
                         stream.flush()
                         self.count += 1
@@ -86,6 +86,14 @@ class ProcessReporter:
                         return
         finally:
             readings.close()
+
+    @staticmethod
+    def _looked(readings: OwnReadings) -> ProgramReading | None:
+        """The process now; None where a look fails, such as after an error that left the card's context dead."""
+        try:
+            return readings.now()
+        except Exception:  # the program is not to notice; its watcher sees that nothing comes
+            return None
 
     def _torch_is_there(self) -> bool:
         """Wait until the program has imported torch; false if it is to end before."""
@@ -131,6 +139,7 @@ class OwnReadings:
                 one,
                 after_step=after.get(one.index, _NONE)[0],
                 step_peak=after.get(one.index, _NONE)[1],
+                step_split=after.get(one.index, _NONE)[2],
                 categories=self._categories.get(one.index, {}),
             )
             for one in devices

@@ -19,6 +19,9 @@ from vramfit.plain import from_plain
 from vramfit.runtime.watching.process_reporter import EVERY_VARIABLE, FOLDER_VARIABLE
 from vramfit.runtime.watching.watch_reading import ProgramReading
 
+_LARGE = 1 << 20
+"""Bytes of a process' file above which it begins anew: a watch of days would fill the folder for temporary files."""
+
 _STARTED_BY_SITE = '''"""Runs the sitecustomize that this one hides, then starts vramfit's reporter."""
 import importlib.machinery
 import importlib.util
@@ -85,11 +88,16 @@ class ReportedFiles:
         return tuple(self._last[pid] for pid in sorted(self._last))
 
     def _new_lines(self, file: Path) -> list[bytes]:
-        with open(file, "rb") as stream:
+        with open(file, "rb+") as stream:
             stream.seek(self._offsets.get(file, 0))
             text = stream.read()
-        whole = text.rfind(b"\n") + 1
-        self._offsets[file] = self._offsets.get(file, 0) + whole
+            whole = text.rfind(b"\n") + 1
+            self._offsets[file] = self._offsets.get(file, 0) + whole
+            if self._offsets[file] > _LARGE and whole == len(text):
+                # All of it is read. The process appends, so that its next line is the first; one that comes just now
+                # is lost, and another one follows it.
+                stream.truncate(0)
+                self._offsets[file] = 0
         return text[:whole].splitlines()
 
 

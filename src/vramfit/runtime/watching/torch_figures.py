@@ -11,7 +11,7 @@ import contextlib
 import time
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -24,6 +24,14 @@ _STEP_GAP = 0.05
 """Seconds between two ends of steps at which memory is read: reading takes some 50 microseconds."""
 
 
+class HeldBytes(NamedTuple):
+    """What a device holds: allocated, the most so far, and free in segments that cannot be given back."""
+
+    allocated: int
+    peak: int
+    split: int
+
+
 class FigureSource(Protocol):
     """Gives the figures of this process' devices; called from a thread of its own."""
 
@@ -31,8 +39,8 @@ class FigureSource(Protocol):
         """The figures now; with sums by what tensors are for, if asked."""
         ...
 
-    def held(self) -> dict[int, tuple[int, int]]:
-        """Allocated bytes of each device that is in use, and the most so far, at once."""
+    def held(self) -> dict[int, HeldBytes]:
+        """What each device that is in use holds, at once."""
         ...
 
 
@@ -40,27 +48,28 @@ class StepEnds:
     """Counts steps of optimizers, and notes what is allocated when they end.
 
     Args:
-        held: gives that, by device, with the most so far.
+        held: gives that, by device.
 
     Attributes:
         steps: that have ended; of several optimizers those of the one that steps most often.
-        after: what was allocated at the last end that was looked at, and the most until then.
+        after: what was held at the last end that was looked at.
         optimizers: those that have stepped.
     """
 
-    def __init__(self, held: Callable[[], dict[int, tuple[int, int]]]) -> None:
+    def __init__(self, held: Callable[[], dict[int, HeldBytes]]) -> None:
         self._held = held
         self._counts: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self._last = 0.0
         self._main: weakref.ref[torch.optim.Optimizer] | None = None
         self.steps = 0
-        self.after: dict[int, tuple[int, int]] = {}
+        self.after: dict[int, HeldBytes] = {}
         self._hook = register_optimizer_step_post_hook(self._stepped)
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """Those that have stepped and are alive."""
-        return list(self._counts)
+        # A copy in one go: the program makes optimizers in another thread.
+        return [one for reference in self._counts.keyrefs() if (one := reference()) is not None]
 
     def close(self) -> None:
         """Hear of no more steps."""
@@ -77,7 +86,8 @@ class StepEnds:
         now = time.monotonic()
         if self._main is not None and self._main() is optimizer and now - self._last >= _STEP_GAP:
             self._last = now
-            self.after = self._held()
+            with contextlib.suppress(Exception):  # it runs inside of the program's own step
+                self.after = self._held()
 
 
 class TorchFigures:
@@ -90,21 +100,25 @@ class TorchFigures:
     def __init__(self, ends: StepEnds | None = None) -> None:
         self.ends = ends
 
-    def held(self) -> dict[int, tuple[int, int]]:
-        """Allocated bytes of each device that is in use, and the most so far."""
+    def held(self) -> dict[int, HeldBytes]:
+        """What each device that is in use holds."""
         if not torch.cuda.is_initialized():
             return {}
         found = {}
         for index in range(torch.cuda.device_count()):
-            allocated = torch.cuda.memory_allocated(index)
-            if allocated or torch.cuda.memory_reserved(index):
-                found[index] = allocated, torch.cuda.max_memory_allocated(index)
+            stats = torch.cuda.memory_stats(index)
+            if stats.get("reserved_bytes.all.current"):
+                found[index] = HeldBytes(
+                    stats["allocated_bytes.all.current"],
+                    stats["allocated_bytes.all.peak"],
+                    stats["inactive_split_bytes.all.current"],
+                )
         return found
 
     def devices(self, *, categories: bool) -> Iterable[DeviceUse]:
         """The figures of each device on which this process has tensors; a device is never initialised by this."""
         sums = self._sums() if categories and self.ends is not None else {}
-        for index, (allocated, peak) in self.held().items():
+        for index, (allocated, peak, split) in self.held().items():
             free, total = torch.cuda.mem_get_info(index)
             known = {name: held for (device, name), held in sums.items() if device == index}
             if known:
@@ -118,6 +132,7 @@ class TorchFigures:
                 peak=peak,
                 free=free,
                 total=total,
+                split=split,
                 categories=known,
             )
 

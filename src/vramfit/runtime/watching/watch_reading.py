@@ -20,6 +20,9 @@ class DeviceUse:
         total: of the device.
         after_step: allocated when the last step of an optimizer ended; None before the first.
         step_peak: `peak` at that moment.
+        split: free bytes in segments that hold something else too, which cannot be given back (torch's
+            ``inactive_split_bytes``); None where it is not told.
+        step_split: the same when the last step ended.
         categories: allocated bytes by what they are for.
     """
 
@@ -33,12 +36,21 @@ class DeviceUse:
     total: int
     after_step: int | None = None
     step_peak: int | None = None
+    split: int | None = None
+    step_split: int | None = None
     categories: dict[str, int] = field(default_factory=dict)
 
     @property
     def limit(self) -> int:
         """The most that this process' tensors can hold, were all that is free in one piece."""
         return self.free + self.reserved
+
+    @property
+    def holes(self) -> int:
+        """What is reserved and of no use to a step that takes as much as the largest did: at most so many bytes."""
+        unused = max(0, self.reserved - self.peak)
+        known = [one for one in (self.step_split, self.split) if one is not None]
+        return min(unused, known[0]) if known else unused
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

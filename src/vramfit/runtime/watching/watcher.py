@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from vramfit.runtime.watching.card_probe import CardProbe
 from vramfit.runtime.watching.host_memory import HostProbe
 from vramfit.runtime.watching.outlooks import WINDOW, OutlookKeeper
-from vramfit.runtime.watching.watch_reading import ProgramReading, WatchReading
+from vramfit.runtime.watching.watch_reading import CardState, ProgramReading, WatchReading
+
+T = TypeVar("T")
 
 _log = logging.getLogger("vramfit.watch")
 
@@ -70,6 +73,7 @@ class ProcessWatcher:
         self._sinks: list[WatchSink] = list(sinks)
         self._thresholds: list[_Threshold] = []
         self._began = time.time()
+        self._failed = False
         self._done = threading.Event()
         self._thread: threading.Thread | None = None
         self.last: WatchReading | None = None
@@ -97,8 +101,8 @@ class ProcessWatcher:
             time=now,
             elapsed=now - self._began,
             pid=self.pid,
-            programs=() if self._programs is None else tuple(self._programs()),
-            cards=() if self._cards is None else self._cards.look(tuple(self._host.family())),
+            programs=self._told(self._programs),
+            cards=self._told(self._seen_cards),
             host=host,
         )
         reading = replace(reading, outlooks=self._outlooks.look(reading))
@@ -109,6 +113,8 @@ class ProcessWatcher:
             except Exception:  # a full disk, or a writer of the user's: the watch goes on
                 _log.exception("%s is told no more", type(sink).__name__)
                 self._sinks.remove(sink)
+                with contextlib.suppress(Exception):
+                    sink.close()
         self._check(reading)
         return reading
 
@@ -149,6 +155,20 @@ class ProcessWatcher:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+    def _seen_cards(self) -> tuple[CardState, ...]:
+        return () if self._cards is None else self._cards.look(tuple(self._host.family()))
+
+    def _told(self, question: Callable[[], Iterable[T]] | None) -> tuple[T, ...]:
+        """The answers; none where it fails, which is said the first time."""
+        if question is None:
+            return ()
+        try:
+            return tuple(question())
+        except Exception:  # of a driver, or of a program that changes under our hands: the watch goes on
+            _log.log(logging.DEBUG if self._failed else logging.WARNING, "a look failed", exc_info=True)
+            self._failed = True
+            return ()
 
     def _check(self, reading: WatchReading) -> None:
         share = reading.share

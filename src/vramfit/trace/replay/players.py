@@ -83,6 +83,8 @@ class Player(ABC):
                 self._pools.add(pool)
                 allocator.create_pool(pool)  # held to the end, as a graph holds it
             allocator.begin_pool(pool)
+            if pool[0]:  # a graph's own, so the request is part of its capture
+                allocator.mark_capture_begin()
         try:
             return allocator.malloc(size, stream)
         except OutOfMemory:
@@ -90,6 +92,8 @@ class Player(ABC):
             return 0
         finally:
             if pool != _COMMON:
+                if pool[0]:
+                    allocator.mark_capture_end()
                 allocator.end_pool(pool)
                 allocator.release_pool(pool)
 

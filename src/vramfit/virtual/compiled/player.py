@@ -70,9 +70,11 @@ class GraphPools:
             self._mode.workspaces.clear()
         machine.set_stream(stream, device)
         allocator.begin_pool(pool)
+        allocator.mark_capture_begin()
         try:
             yield
         finally:
+            allocator.mark_capture_end()
             allocator.end_pool(pool)
             machine.set_stream(before, device)
             if clear:

@@ -103,6 +103,7 @@ class CUDAGraphBase:
         machine.begin_capture(device, stream)
         allocator = machine.devices[device].allocator
         allocator.begin_pool(self._pool)
+        allocator.mark_capture_begin()
         # The graph holds its pool until it is reset or gone.
         self._release = _when_gone(self, allocator.release_pool, self._pool)
 
@@ -117,7 +118,9 @@ class CUDAGraphBase:
         machine = installed_machine()
         machine.end_capture(*self._capturing)
         self._capturing = None
-        machine.devices[self._device].allocator.end_pool(self._pool)
+        allocator = machine.devices[self._device].allocator
+        allocator.mark_capture_end()
+        allocator.end_pool(self._pool)
         self._duration_us = machine.clock_us - self._began_us
 
     def instantiate(self) -> None:
