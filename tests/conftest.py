@@ -1,13 +1,15 @@
 """What every test needs: nothing of the user or of the shell may change results."""
 
 import gc
+import itertools
 import os
 import signal
 from collections.abc import Generator, Iterator
-from pathlib import Path
 
 import pytest
 from tests import warm
+
+_searches = itertools.count()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -34,9 +36,10 @@ def no_profiles(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mo
 
 
 @pytest.fixture(autouse=True)
-def no_searches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep what searches for plans saw from the user's cache and from other tests."""
-    monkeypatch.setenv("VRAMFIT_CACHE_DIR", str(tmp_path / "searches"))
+def no_searches(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep what searches for plans saw from the user's cache and from other tests; few make that folder."""
+    name = f"searches-{next(_searches)}"
+    monkeypatch.setenv("VRAMFIT_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "searches" / name))
 
 
 @pytest.fixture(autouse=True)

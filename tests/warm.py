@@ -4,7 +4,7 @@ A process of its own, the nursery, imports them once and computes nothing. Asked
 fork becomes what the command line would have started: with its arguments, folder, variables, input and output, as
 ``__main__`` of its own, and as a child of whoever asked, who waits for it and sends it signals as to any other. Only
 the start of the interpreter is not tested that way: some of `tests.virtual.test_runner` and all tests of `launch` and
-`files` start theirs cold.
+`files` start theirs cold. Programs that use transformers have a nursery of their own, which has imported that too.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ import builtins
 import contextlib
 import ctypes
 import gc
+import importlib
 import json
 import os
+import pkgutil
 import runpy
 import signal
 import socket
@@ -49,8 +51,25 @@ _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER, linux/prctl.h
 _READ_AT_START = ("PYTHON", "LD_", "OMP_", "MKL_", "OPENBLAS_", "TORCH", "PYTORCH")
 """Beginnings of variables that interpreters and libraries read when they start: they must be the nursery's."""
 
-_READ_LATER = frozenset({"TORCHINDUCTOR_CACHE_DIR"})
-"""Variables among these that are read whenever they are needed; torch sets this one itself."""
+_READ_LATER = frozenset({"TORCHINDUCTOR_CACHE_DIR", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"})
+"""Variables among these that are read whenever they are needed, in a torch without CUDA."""
+
+_MODULES = (
+    "pydantic",  # of the report's schema
+    "torch._dynamo",  # every `FakeTensorMode` imports it
+    "torch._inductor.decomposition",
+    "torch.distributed.fsdp",
+    "torch.distributed.optim",
+    "torch.distributed.tensor",
+)
+"""What nearly every child imports when it begins to work."""
+
+_FRAMEWORK = "transformers"
+_FRAMEWORK_MODULES = ("transformers.modeling_utils", "transformers.generation.utils", "transformers.trainer")
+"""What programs that use it have imported sooner or later, and what takes seconds."""
+
+_STARTED_WITH: dict[str, str] = {}
+"""What this process's interpreter and libraries read when they started."""
 
 _lock = threading.Lock()
 _computes_nothing = False
@@ -73,12 +92,22 @@ def program_of(arguments: Sequence[str]) -> dict[str, Any] | None:
     return {"kind": kind, "name": name, "arguments": rest, "safe": safe}
 
 
+def _uses_framework(asked: Mapping[str, Any]) -> bool:
+    """Whether a program, or a file that it is given, speaks of the framework."""
+    words = [str(word) for word in (asked["name"], *asked["arguments"])]
+    files = [Path(asked["cwd"], word.partition(".py:")[0] + ".py") for word in words if ".py" in word]
+    return any(file.is_file() and _FRAMEWORK in file.read_text("utf-8", "replace") for file in files)
+
+
 def _read_at_start(environ: Mapping[str, str]) -> dict[str, str]:
     names = {name for name in environ if name.startswith(_READ_AT_START)} - _READ_LATER
     found = {name: environ[name] for name in names}
     if found.get("PYTHONWARNINGS") == "ignore":  # a fork can do that too
         del found["PYTHONWARNINGS"]
     return found
+
+
+_STARTED_WITH.update(_read_at_start(os.environ))
 
 
 class Popen(subprocess.Popen[Any]):
@@ -90,8 +119,7 @@ class Popen(subprocess.Popen[Any]):
         found = None if isinstance(arguments, (str, bytes)) or shell else program_of(arguments)
         environ = dict(os.environ if env is None else env)
         plain = executable is None and preexec is None and not passed and group in (-1, None)
-        linux = sys.platform == "linux"
-        if found is None or not plain or not (_computes_nothing or (linux and _nursery().takes(environ))):
+        if found is None or not plain or not (_computes_nothing or Nursery.takes(environ)):
             super()._execute_child(*given)  # type: ignore[misc]
             return
         child_input, _, _, child_output, _, child_errors = pipes
@@ -107,7 +135,7 @@ class Popen(subprocess.Popen[Any]):
             if self.pid == 0:
                 _become(asked, files)
         else:
-            self.pid = _nursery().child(asked, files)
+            self.pid = _nursery(_uses_framework(asked)).child(asked, files)
         self._child_created = True
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
@@ -152,20 +180,21 @@ def run(
 class Nursery:
     """A process that has imported everything and forks when it is asked to."""
 
-    def __init__(self, *, forked: bool = False) -> None:
+    def __init__(self, *more: str, forked: bool = False) -> None:
         self.owner = os.getpid()
-        self._environ = _read_at_start(os.environ)
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._libc = ctypes.CDLL(None)
         with theirs:
             if not forked:
                 self._process = subprocess.Popen(
-                    [sys.executable, __file__, str(theirs.fileno())],
+                    [sys.executable, __file__, str(theirs.fileno()), *more],
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
                     cwd=Path(__file__).parents[1],
+                    env={n: v for n, v in os.environ.items() if not n.startswith(_READ_AT_START)}
+                    | _STARTED_WITH,
                 )
             elif os.fork() == 0:
                 _serve_beside(self._socket, theirs)
@@ -178,9 +207,10 @@ class Nursery:
             self._process.kill()
             self._process.wait()
 
-    def takes(self, environ: Mapping[str, str]) -> bool:
+    @staticmethod
+    def takes(environ: Mapping[str, str]) -> bool:
         """Whether a child with these variables can be forked."""
-        return _read_at_start(environ) == self._environ
+        return sys.platform == "linux" and _read_at_start(environ) == _STARTED_WITH
 
     def child(self, asked: dict[str, Any], files: list[int]) -> int:
         """Fork a child of this process; returns its number."""
@@ -194,16 +224,19 @@ class Nursery:
                 self._libc.prctl(_SUBREAPER, 0, 0, 0, 0)
 
 
-_nurseries: list[Nursery] = []
+_nurseries: dict[bool, Nursery] = {}
+"""By whether they have imported the framework."""
+
 _path: list[str] = []
 """Where a nursery finds modules, without the folder of its own script."""
 
 
-def _nursery() -> Nursery:
-    """That of this process; workers of pytest-xdist have one each."""
-    if not _nurseries or _nurseries[0].owner != os.getpid():
-        _nurseries[:] = [Nursery()]
-    return _nurseries[0]
+def _nursery(framework: bool) -> Nursery:
+    """That of this process; workers of pytest-xdist have their own."""
+    found = _nurseries.get(framework)
+    if found is None or found.owner != os.getpid():
+        found = _nurseries[framework] = Nursery(*(_FRAMEWORK_MODULES if framework else ()))
+    return found
 
 
 def _serve_beside(ours: socket.socket, orders: socket.socket) -> NoReturn:
@@ -334,20 +367,31 @@ def _settle(asked: dict[str, Any], files: list[int]) -> None:
     _computes_nothing = name == "vramfit"
     # A script may compute before it starts a child, and what has computed cannot be forked.
     beside = asked["kind"] != "module" or name == "pytest"
-    _nurseries[:] = [Nursery(forked=True)] if beside else []
+    _nurseries.clear()
+    if beside:
+        _nurseries[False] = _nurseries[True] = Nursery(forked=True)
     interrupts.start = start if beside or _computes_nothing else starting.start
 
 
-def _import_everything() -> None:
-
+def _import_everything(more: Sequence[str]) -> None:
+    import vramfit.analysis
+    import vramfit.api
     import vramfit.calibrate.worker
     import vramfit.cli
+    import vramfit.inference
     import vramfit.planner.planner_child
     import vramfit.record.record_child
+    import vramfit.report
+    import vramfit.techniques
     import vramfit.virtual.gpu
     import vramfit.virtual.ranks.one_process
-    import vramfit.virtual.virtual_child  # noqa: F401
+    import vramfit.virtual.virtual_child
 
+    for package in (vramfit.analysis, vramfit.api, vramfit.inference, vramfit.report, vramfit.techniques):
+        for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            importlib.import_module(found.name)
+    for name in (*_MODULES, *more):
+        importlib.import_module(name)
     _path[:] = sys.path[1:]
     # What was imported stays out of collections: runs collect often.
     gc.collect()
@@ -359,5 +403,5 @@ if __name__ == "__main__":
 
     import tests.warm  # under the name by which forks find it
 
-    tests.warm._import_everything()
+    tests.warm._import_everything(sys.argv[2:])
     tests.warm._serve(socket.socket(fileno=int(sys.argv[1])))

@@ -1,7 +1,8 @@
 """Runs scripts one after the other on virtual GPUs, in one interpreter: importing the frameworks takes longest.
 
-Usage: ``python framework_runs.py CASES.json FOLDER``. Each case has a name, a script, its arguments and a card; its
-report, output and error go to ``FOLDER/NAME.json``.
+Usage: ``python framework_runs.py CASES.json FOLDER``. A case has a name, a script, its arguments, a card, and whether
+``torch.compile`` does its work; its report, output and error go to ``FOLDER/NAME.json``. The scripts' libraries are
+transformers, torchao, Lightning, MONAI and diffusers.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import sys
 import traceback
 from pathlib import Path
 from typing import Any
+
+import torch
 
 import vramfit
 
@@ -51,7 +54,8 @@ def forget_singletons() -> None:
 def main(cases: str, folder: str) -> None:
     """Run all cases."""
     for case in json.loads(Path(cases).read_text(encoding="utf-8")):
-        result = run(case["script"], case["arguments"], case["gpu"])
+        with torch.compiler.set_stance("default" if case["compiles"] else "force_eager"):
+            result = run(case["script"], case["arguments"], case["gpu"])
         target = Path(folder, f"{case['name']}.json")
         target.write_text(json.dumps(result), encoding="utf-8")
 

@@ -61,6 +61,7 @@ def _run_scripts(group: str, folder: Path, cases: Path) -> None:
                     "script": str(SCRIPTS / f"{case.script}.py"),
                     "arguments": case.arguments.split(),
                     "gpu": case.gpu,
+                    "compiles": case.compiles,
                 }
                 for name, case in GROUPS[group].items()
             ]

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests import warm
 
 GPU = "RTX 4090"
 AT_ONCE = 3
@@ -61,11 +62,13 @@ class Case:
         options: of ``vramfit run``.
         signals: sent one after the other once it has said ``ready`` and its process id, each to ``group``,
             ``parent`` or ``child``.
+        cold: its interpreters are started as a shell does, rather than forked.
     """
 
     body: str
     options: Sequence[str] = ()
     signals: Sequence[tuple[str, int]] = ()
+    cold: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,8 +121,8 @@ CASES = {
         """,
         signals=(("group", signal.SIGINT), ("group", signal.SIGINT)),
     ),
-    "Ctrl-C": Case(body=WORKING, signals=[("group", signal.SIGINT)]),
-    "SIGTERM to all": Case(body=WORKING, signals=[("group", signal.SIGTERM)]),
+    "Ctrl-C": Case(body=WORKING, signals=[("group", signal.SIGINT)], cold=True),
+    "SIGTERM to all": Case(body=WORKING, signals=[("group", signal.SIGTERM)], cold=True),
     "SIGTERM to the child": Case(body=WORKING, signals=[("child", signal.SIGTERM)]),
     "own handler": Case(
         body="""
@@ -198,7 +201,8 @@ def run(folder: Path, case: Case, environ: dict[str, str]) -> Ended:
     json_file = folder / "report.json"
     command = [sys.executable, "-m", "vramfit", "run", "--gpu", GPU, "--json", str(json_file), *case.options]
     child = 0
-    with subprocess.Popen(
+    start = subprocess.Popen if case.cold else warm.Popen
+    with start(
         [*command, str(program(folder, case.body))],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

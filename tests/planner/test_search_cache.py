@@ -177,11 +177,11 @@ def test_calls_go_on_from_one_another_until_a_file_is_another(tmp_path: Path) ->
     (tmp_path / "work.py").write_text(WORKLOAD)
     (tmp_path / "helper.py").write_text("width = 128")
     layers = tmp_path / "layers.json"
-    layers.write_text("4")
+    layers.write_text("2")
 
     def planned(*, fresh: bool = False) -> Plan:
-        room = MemoryBudget(gpu=GPU, budget=CONTEXT + 80 * MIB, host_bytes=1 << 34)
-        chosen = ["activation-checkpointing", "step-in-backward"]
+        room = MemoryBudget(gpu=GPU, budget=CONTEXT + 48 * MIB, host_bytes=1 << 34)
+        chosen = ["activation-checkpointing"]
         return plan_in_child(
             f"{tmp_path}/work.py:training", room, PlanOptions(allow=chosen), fresh=fresh
         ).plan
@@ -192,7 +192,7 @@ def test_calls_go_on_from_one_another_until_a_file_is_another(tmp_path: Path) ->
     assert second.solved.runs == 1
     assert second.solved.remembered >= first.solved.runs - 1
     assert second.after == first.after
-    layers.write_text(" 4")
+    layers.write_text(" 2")
     assert planned().solved.remembered == 0
     assert planned(fresh=True).solved.remembered == 0
 
