@@ -143,7 +143,8 @@ class Popen(subprocess.Popen[Any]):
 def start(arguments: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
     """Stands in for `vramfit.launch.starting.start`."""
     found = program_of(arguments)
-    if found is None or found["name"] not in CHILDREN:
+    ours = found is not None and (found["kind"] == "code" or found["name"] in CHILDREN)
+    if not ours:
         return starting.start(arguments, **options)
     return Popen(list(arguments), **options)
 
