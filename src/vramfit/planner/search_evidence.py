@@ -58,6 +58,7 @@ class Evidence:
     head: dict[str, Any] = field(init=False)
     _read: set[str] = field(default_factory=set)
     _digests: dict[str, str] = field(default_factory=dict)
+    _settled: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         """Look at versions and variables."""
@@ -87,11 +88,13 @@ class Evidence:
     def files(self) -> dict[str, str]:
         """Hashes of the files of the user's that were read so far, by path."""
         modules = [getattr(module, "__file__", None) for module in tuple(sys.modules.values())]
-        for path in {*self._read, *(file for file in modules if isinstance(file, str))}:
+        # Asked after every run, of thousands of modules: each path is looked at once.
+        for path in {*self._read, *(file for file in modules if isinstance(file, str))} - self._settled:
             full = os.path.abspath(path)
             if full in self._digests or not self._of_user(full):
-                continue
-            if digest := digest_of(Path(full)):
+                if path == full:  # a relative one may be another file elsewhere
+                    self._settled.add(path)
+            elif digest := digest_of(Path(full)):
                 self._digests[full] = digest
         return dict(self._digests)
 
