@@ -12,6 +12,8 @@ The catalogue and users' own card files share this form::
     memory_bus_bits = 384
     boost_clock_mhz = 2490
     link = "PCIe 4.0 x16"        # host_link_gbs = 26.0 beside it overrides the figure of the standard
+    peer_link = "NVLink 4"       # optional: to the other cards of a node, with peer_link_gbs = 450.0 one way
+    network_gbs = 50.0           # optional: of one card's network between nodes, one way
     [peak_tflops]                # dense, by dtype, 10^12 operations per second
     float32 = 90.5
     float16 = 181.0
@@ -90,6 +92,9 @@ class _CardTable(TypedDict, total=False):
     ]
     link: _Link
     host_link_gbs: PositiveNumber
+    peer_link: Text
+    peer_link_gbs: PositiveNumber
+    network_gbs: PositiveNumber
     context_bytes: _Count
     context_source: Text
     integrated: _Flag
@@ -116,6 +121,8 @@ _SCALED = {
     "bandwidth_gbs": ("bandwidth", 1e9),
     "boost_clock_mhz": ("boost_clock", 1e6),
     "host_link_gbs": ("host_link", 1e9),
+    "peer_link_gbs": ("peer_bandwidth", 1e9),
+    "network_gbs": ("network_bandwidth", 1e9),
 }
 """Keys with a unit, with the attribute of `GpuSpec` and the factor that they stand for."""
 

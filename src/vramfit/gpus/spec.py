@@ -126,6 +126,9 @@ class GpuSpec:
             is absent.
         link: the link to the host in words, ``"PCIe 4.0 x16"``.
         host_link: its bandwidth in B/s one way.
+        peer_link: the link to the other cards of its node in words, ``"NVLink 4"``; empty where that is ``link``.
+        peer_bandwidth: its bandwidth in B/s one way, of all links of the card together.
+        network_bandwidth: of the network of one card in B/s one way, in the servers that are usually built with it.
         context_bytes: device memory that a CUDA context of torch takes, where it was measured.
         context_source: where that was read.
         integrated: the card shares its memory with the host.
@@ -151,6 +154,9 @@ class GpuSpec:
     peak_flops: Mapping[str, float]
     link: str
     host_link: float
+    peer_link: str = ""
+    peer_bandwidth: float | None = None
+    network_bandwidth: float | None = None
     context_bytes: int | None = None
     context_source: str = ""
     integrated: bool = False

@@ -55,6 +55,7 @@ from vramfit.virtual.kernels.measured import MeasuredTable
 from vramfit.virtual.machine import Machine, VirtualDevice
 from vramfit.virtual.meter import Meter
 from vramfit.virtual.mode import VirtualMode, exclusive_counts
+from vramfit.virtual.ranks.rank_place import PER_NODE, place_of
 from vramfit.virtual.virtual_run import MOST_GPUS
 from vramfit.virtual.workspaces import Workspaces
 
@@ -86,9 +87,16 @@ class VirtualGPU:
             ``keep`` leaves them in a folder beside it, ``real`` writes them. Where a protection stands in this
             process already, as in the child of ``vramfit run``, that one holds. See docs/files.md.
         writes_through: paths that it writes for real even so.
+        rank: which rank of a distributed program the block is, from 0; None for one that is its only process. See
+            docs/distributed.md.
+        world_size: how many ranks that program has.
+        ranks_per_node: ranks, and cards, of one node (at most 8).
+        mailbox: a folder through which ranks that run side by side, each in a process of its own, hand one another
+            Python objects (stages of a pipeline do); None where this rank runs alone.
 
     Raises:
         UnknownGpuError: no such card.
+        UsageError: there is no such rank.
         EnvironmentUnfitError: this interpreter cannot carry the virtual GPU (see `check_interpreter`).
     """
 
@@ -107,8 +115,14 @@ class VirtualGPU:
         journal: str | PathLike[str] | None = None,
         writes: str | Writes = Writes.DISCARD,
         writes_through: Sequence[str | PathLike[str]] = (),
+        rank: int | None = None,
+        world_size: int | None = None,
+        ranks_per_node: int = PER_NODE,
+        mailbox: str | PathLike[str] | None = None,
     ) -> None:
         gpus = whole_argument("gpus", gpus, least=1, most=MOST_GPUS)
+        self.place = place_of(rank, world_size, ranks_per_node, mailbox)
+        gpus = max(gpus, self.place.cards)
         self.spec = find_gpu(gpu)
         if context_bytes is not None:
             context_bytes = size_argument("context_bytes", context_bytes, least=0)
@@ -139,6 +153,7 @@ class VirtualGPU:
         self._through = [
             *paths_argument("writes_through", writes_through),
             *([] if journal is None else [journal]),
+            *([] if mailbox is None else [mailbox]),
         ]
         self._folder = contextlib.ExitStack()
         self._files = contextlib.ExitStack()
@@ -207,7 +222,7 @@ class VirtualGPU:
             self._protect()
             torch_cuda.install(self._machine, self._patches)
             torch_patches.install(self.mode, self._patches)
-            ranks.install(self.mode, self._patches)
+            ranks.install(self.mode, self.place, self._patches)
             foreign.install(self.mode, self._patches)
         hooks = self._machine.hooks
         hooks.snapshot_provider = self._snapshot
@@ -282,13 +297,13 @@ class VirtualGPU:
 
     @property
     def peak_allocated_bytes(self) -> int:
-        """Most bytes allocated at once on device 0 since entering."""
-        return self.run.devices[0].peak_allocated_bytes
+        """Most bytes allocated at once since entering on device 0, or on the card of the rank."""
+        return self.run.devices[self.place.local_rank].peak_allocated_bytes
 
     @property
     def peak_reserved_bytes(self) -> int:
-        """Most bytes reserved at once on device 0 since entering."""
-        return self.run.devices[0].peak_reserved_bytes
+        """Most bytes reserved at once since entering on device 0, or on the card of the rank."""
+        return self.run.devices[self.place.local_rank].peak_reserved_bytes
 
     def mark(self, tag: str) -> None:
         """Put a named point in time into the trace of every card."""
