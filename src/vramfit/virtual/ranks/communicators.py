@@ -99,6 +99,7 @@ class Communicators:
         """
         machine, clock = self.machine, self.machine.clock
         stream = current = machine.current_stream(device)
+        communicator.pending.let_go(clock.reached(device, current))
         if own_stream:
             stream = self._stream(communicator, device)
             clock.hold(device, stream, clock.reached(device, current))
@@ -124,16 +125,15 @@ class Communicators:
         let_go: Callable[[], object],
     ) -> Any:
         """A boxed work of a collective on the group's own stream."""
-        clock = self.machine.clock
 
         def wait(reached: float) -> None:
-            clock.hold(device, self.machine.current_stream(device), reached)
+            self.machine.clock.hold(device, self.machine.current_stream(device), reached)
 
         pending = communicator.pending
         made = PendingWork(
             results, until, on_wait=wait, let_go=let_go, tensors=tensors, pending=pending
         )
-        pending.add(made, clock.reached(device, self.machine.current_stream(device)))
+        pending.add(made)
         return made.boxed()
 
 

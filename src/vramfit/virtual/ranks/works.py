@@ -9,6 +9,7 @@ nobody waits lets go once it is done, when the group is given its next collectiv
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch.distributed import Work
 
+_OURS = 3  # references to a work that nobody else holds: the table's, the local variable's, and getrefcount's own
 Held = Callable[[], object]
 
 
@@ -64,10 +66,14 @@ class PendingWork(Work):
 
     def release(self) -> None:
         """Let go of everything that was held for the collective."""
-        self._tensors, self._results = [], []
+        self._tensors = []
         let_go, self._let_go = self._let_go, None
         if let_go is not None:
             let_go()
+
+    def forget(self) -> None:
+        """Let go of the results too: the program has dropped the work."""
+        self._results = []
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Let the current stream wait; what was held is free to go."""
@@ -115,15 +121,21 @@ class Pending:
     def __init__(self) -> None:
         self._works: dict[int, PendingWork] = {}
 
-    def add(self, work: PendingWork, now: float) -> None:
-        """Keep a work, and let those go that are done by now, in microseconds.
+    def add(self, work: PendingWork) -> None:
+        """Keep a work."""
+        self._works[id(work)] = work
+
+    def let_go(self, now: float) -> None:
+        """Let works go that are done by now, in microseconds.
 
         Their objects stay, for C++ may still ask them to wait: they are small once their tensors are gone.
         """
-        for earlier in self._works.values():
-            if earlier.until <= now:
-                earlier.release()
-        self._works[id(work)] = work
+        for number in tuple(self._works):
+            work = self._works[number]
+            if work.until <= now:
+                work.release()
+                if sys.getrefcount(work) <= _OURS:
+                    work.forget()
 
     def drop(self, work: PendingWork) -> None:
         """Forget a work that need not be kept any longer."""
