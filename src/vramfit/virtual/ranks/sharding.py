@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import time
 from types import ModuleType
 from typing import Any
 
@@ -28,6 +30,23 @@ def install(patches: PatchStack) -> None:
 
         patches.set(module.ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate)
 
+    run = time.monotonic_ns()
+
+    def own_mesh(module: ModuleType) -> None:
+        """Meshes of one run are no others' equals: DTensor keeps what it worked out by mesh, in each thread.
+
+        Another virtual GPU of this process may be another rank, with other groups under the same names.
+        """
+        mesh = module.DeviceMesh
+        original = mesh.__init__
+
+        @functools.wraps(original)
+        def init(self: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            self._thread_id = run  # part of what makes meshes equal, and of no other use
+
+        patches.set(mesh, "__init__", init)
+
     def seen_stream(module: ModuleType) -> None:
         """FSDP1 names a stream below the dispatcher, where a CPU build has no kernel for it."""
         if "_no_dispatch_record_stream" in vars(module):
@@ -37,6 +56,7 @@ def install(patches: PatchStack) -> None:
 
     after_import(
         {
+            "torch.distributed.device_mesh": own_mesh,
             "torch.distributed.tensor._sharding_prop": propagate_apart,
             "torch.distributed.fsdp._common_utils": seen_stream,
             "torch.distributed.fsdp._flat_param": seen_stream,
