@@ -44,13 +44,16 @@ def install(mode: OpRunner, place: RankPlace, patches: PatchStack) -> None:
     from vramfit.virtual.ranks.collectives import handlers
     from vramfit.virtual.ranks.communicators import Communicators
     from vramfit.virtual.ranks.functional_collectives import FunctionalCollectives
+    from vramfit.virtual.ranks.mailbox import Mailbox
     from vramfit.virtual.ranks.peer_values import PeerValues
+    from vramfit.virtual.ranks.sent_numbers import SentNumbers
 
-    communicators, values = Communicators(mode.machine, place), PeerValues(mode)
-    rules = handlers(communicators, values) | FunctionalCollectives(communicators, values).handlers()
+    communicators, values, mailbox = Communicators(mode.machine, place), PeerValues(mode), Mailbox(place)
+    numbers = SentNumbers(mode, mailbox, values)
+    rules = handlers(communicators, values, numbers) | FunctionalCollectives(communicators, values).handlers()
     for overload, handler in rules.items():
         patches.item(RULES, overload, handler)
     process_groups.install(mode, place, communicators, patches)
-    rank_objects.install(mode, place, patches)
+    rank_objects.install(mode, place, mailbox, patches)
     sharding.install(patches)
     one_process.install(mode, patches)

@@ -27,6 +27,7 @@ from vramfit.virtual.op_runner import Handler, OpRunner
 from vramfit.virtual.ranks.collective_seconds import Pattern
 from vramfit.virtual.ranks.communicators import Communicator, Communicators, group_in, is_handle
 from vramfit.virtual.ranks.peer_values import PeerValues
+from vramfit.virtual.ranks.sent_numbers import SentNumbers
 from vramfit.virtual.ranks.works import finished
 
 Move = Callable[[PeerValues, Communicator, OpCall], None]
@@ -117,11 +118,6 @@ def _scatter(values: PeerValues, group: Communicator, call: OpCall) -> None:
         values.pick(out, sources, group.rank)
 
 
-def _receive(values: PeerValues, group: Communicator, call: OpCall) -> None:
-    for tensor in tensors_in(call.args[0]):
-        values.forget(tensor)
-
-
 RULES: dict[str, Rule] = {
     "allreduce_": Rule(move=_reduce_all, pattern=Pattern.ALL_REDUCE),
     "allreduce_coalesced_": Rule(move=_reduce_all, pattern=Pattern.ALL_REDUCE),
@@ -141,9 +137,6 @@ RULES: dict[str, Rule] = {
     "alltoall_base_": Rule(move=_all_to_all, pattern=Pattern.ALL_TO_ALL, whole=1),
     "gather_": Rule(move=_gather, pattern=Pattern.ALL_GATHER),
     "scatter_": Rule(move=_scatter, pattern=Pattern.ALL_GATHER, whole=1),
-    "send": Rule(move=_nothing, pattern=Pattern.SEND),
-    "recv_": Rule(move=_receive, pattern=Pattern.SEND),
-    "recv_any_source_": Rule(move=_receive, pattern=Pattern.SEND),
 }
 """By the name of the op."""
 
@@ -156,11 +149,13 @@ def reduction_in(args: tuple[Any, ...]) -> Any:
     return ReduceOp.SUM
 
 
-def handlers(communicators: Communicators, values: PeerValues) -> dict[Any, Handler]:
+def handlers(communicators: Communicators, values: PeerValues, numbers: SentNumbers) -> dict[Any, Handler]:
     """The handlers of all ops ``c10d::*`` by overload, as far as this torch has them."""
     made: dict[Any, Handler] = {}
     for name, rule in RULES.items():
         made[find_overload(f"c10d.{name}.default")] = _handler(name, rule, communicators, values)
+    for name in ("send", "recv_", "recv_any_source_"):
+        made[find_overload(f"c10d.{name}.default")] = _peer_handler(name, communicators, numbers)
     for name in ("check_for_nan", "monitored_barrier_"):
         made[find_overload(f"c10d.{name}.default")] = _silent
     made.pop(None, None)
@@ -194,7 +189,6 @@ def _handler(name: str, rule: Rule, communicators: Communicators, values: PeerVa
         if not handle_of_ours and not any(type(tensor) is FakeTensor for tensor in tensors):
             return call.func(*call.args, **call.kwargs)  # gloo itself, on tensors of the host
         group = communicators.of(group_in(call.args))
-        _check_peer(name, group, call)
         rule.move(values, group, call)
         mode.meter.ops += 1
         work = _on_card(mode, name, rule, communicators, group, call) if handle_of_ours else None
@@ -220,8 +214,7 @@ def _on_card(
     device = card.device.index or 0
     held = mode.meter.temporary(_blocks(name, rule, call), device, f"c10d.{name}")
     nbytes = sum(tensor.numel() * tensor.element_size() for tensor in whole)
-    # What is sent from one rank to another has a stream of its own always.
-    own = rule.pattern is Pattern.SEND or bool(call.by_name().get("async_op", True))
+    own = bool(call.by_name().get("async_op", True))
     until, _ = communicators.run(group, rule.pattern, nbytes, device, own_stream=own)
 
     def let_go() -> None:
@@ -231,7 +224,7 @@ def _on_card(
         let_go()
         return None
     results = tensors_in(call.args[rule.outputs])
-    return communicators.work(group, until, device, results=results, tensors=tensors, let_go=let_go)
+    return communicators.work(group, device, until, results=results, tensors=tensors, let_go=let_go)
 
 
 def _blocks(name: str, rule: Rule, call: OpCall) -> list[int]:
@@ -246,8 +239,34 @@ def _blocks(name: str, rule: Rule, call: OpCall) -> list[int]:
     return [sum(tensor.numel() * tensor.element_size() for tensor in tensors)]
 
 
-def _check_peer(name: str, group: Communicator, call: OpCall) -> None:
-    if group.size == 1 and name in ("send", "recv_", "recv_any_source_"):
-        raise ValueError(f"vramfit: {call.func} wants another rank, and this group has one")
+def _peer_handler(name: str, communicators: Communicators, numbers: SentNumbers) -> Handler:
+    """What is sent from one rank to another, always on a stream of its own; a receiver waits when the program does."""
+
+    def handle(mode: OpRunner, call: OpCall) -> Any:
+        tensors = tensors_in(call.args[0])
+        if not is_handle(_backend(call, tensors[0])) and type(tensors[0]) is not FakeTensor:
+            return call.func(*call.args, **call.kwargs)
+        group = communicators.of(group_in(call.args))
+        if group.size == 1:
+            raise ValueError(f"vramfit: {call.func} wants another rank, and this group has one")
+        mode.meter.ops += 1
+        let_go: Callable[[], object] = _held_nothing
+        if name == "send":
+            numbers.send(group.name, group.ranks[call.args[2]], tensors)
+        elif name == "recv_":
+            let_go = numbers.receive(group.name, group.ranks[call.args[2]], tensors)
+        else:
+            numbers.forget(tensors)
+        card = tensors[0].device if tensors[0].device.type == "cuda" else None
+        if card is None:
+            return communicators.work(group, None, 0.0, results=tensors, tensors=tensors, let_go=let_go)
+        nbytes, device = sum(t.numel() * t.element_size() for t in tensors), card.index or 0
+        until, _ = communicators.run(group, Pattern.SEND, nbytes, device, own_stream=True)
+        return communicators.work(group, device, until, results=tensors, tensors=tensors, let_go=let_go)
+
+    handle.on_host = True  # type: ignore[attr-defined]
+    return handle
 
 
+def _held_nothing() -> None:
+    pass

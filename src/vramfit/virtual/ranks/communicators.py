@@ -22,6 +22,7 @@ class Communicator:
     """What is known of one process group.
 
     Attributes:
+        name: the group's.
         ranks: numbers of its ranks in the world, in the group's order.
         rank: this rank's number in the group.
         span: how its ranks lie on nodes.
@@ -30,6 +31,7 @@ class Communicator:
         pending: works for which nobody has waited.
     """
 
+    name: str
     ranks: tuple[int, ...]
     rank: int
     span: Span
@@ -71,6 +73,7 @@ class Communicators:
             members = tuple(ranks) if ranks else tuple(range(group.size()))
             nodes = len({self.place.node_of(rank) for rank in members})
             known = Communicator(
+                name=group.group_name,
                 ranks=members,
                 rank=group.rank(),
                 span=Span(ranks=len(members), nodes=nodes),
@@ -117,22 +120,28 @@ class Communicators:
     def work(
         self,
         communicator: Communicator,
+        device: int | None,
         until: float,
-        device: int,
         *,
         results: list[torch.Tensor],
         tensors: list[torch.Tensor],
         let_go: Callable[[], object],
     ) -> Any:
-        """A boxed work of a collective on the group's own stream."""
+        """A boxed work on the group's own stream of a card, or on the host (None).
+
+        Args:
+            until: when it is done, in microseconds.
+            results: the tensors that it writes.
+            tensors: those that stay alive until somebody waits.
+            let_go: called then.
+        """
 
         def wait(reached: float) -> None:
-            self.machine.clock.hold(device, self.machine.current_stream(device), reached)
+            if device is not None:
+                self.machine.clock.hold(device, self.machine.current_stream(device), reached)
 
         pending = communicator.pending
-        made = PendingWork(
-            results, until, on_wait=wait, let_go=let_go, tensors=tensors, pending=pending
-        )
+        made = PendingWork(results, until, on_wait=wait, let_go=let_go, tensors=tensors, pending=pending)
         pending.add(made)
         return made.boxed()
 

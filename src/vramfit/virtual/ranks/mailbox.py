@@ -10,6 +10,7 @@ from __future__ import annotations
 import pickle
 import time
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,19 @@ from vramfit.virtual.ranks.rank_place import RankPlace
 from vramfit.writing import write_file
 
 _PAUSE = 0.01  # seconds between two looks
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Expected:
+    """Something that another rank is to leave.
+
+    Attributes:
+        rank: the rank.
+        path: the file in which it comes.
+    """
+
+    rank: int
+    path: Path
 
 
 class Mailbox:
@@ -32,6 +46,11 @@ class Mailbox:
         self._folder = None if place.mailbox is None else Path(place.mailbox)
         self._sent: Counter[tuple[str, int]] = Counter()
         self._received: Counter[tuple[str, int]] = Counter()
+
+    @property
+    def open(self) -> bool:
+        """Whether other ranks run beside this one."""
+        return self._folder is not None
 
     def send(self, group: str, rank: int, objects: list[Any]) -> None:
         """Leave objects for a rank of the world; without a folder nobody reads them, and nothing happens.
@@ -53,6 +72,14 @@ class Mailbox:
         Raises:
             UsageError: the rank does not run, or leaves none.
         """
+        return self.take(self.expect(group, rank))
+
+    def expect(self, group: str, rank: int) -> Expected:
+        """Note that this rank will take what another leaves next.
+
+        Raises:
+            UsageError: the rank does not run.
+        """
         place = self._place
         if self._folder is None:
             raise UsageError(
@@ -60,18 +87,27 @@ class Mailbox:
                 "Run the ranks that exchange objects, such as the stages of a pipeline, side by side with one mailbox: "
                 "VirtualGPU(..., mailbox=FOLDER)",
             )
-        path = self._path(group, rank, place.rank, self._received[group, rank])
+        number = self._received[group, rank]
+        self._received[group, rank] += 1
+        return Expected(rank=rank, path=self._path(group, rank, place.rank, number))
+
+    def take(self, expected: Expected) -> list[Any]:
+        """The objects that were expected; waits for them.
+
+        Raises:
+            UsageError: they do not come.
+        """
+        place = self._place
         until = time.monotonic() + place.patience
-        while not path.exists():
+        while not expected.path.exists():
             if time.monotonic() > until:
                 raise UsageError(
-                    f"rank {place.rank} of {place.world_size} has waited {place.patience:g} s for an object from rank "
-                    f"{rank}, which sent none",
-                    f"See whether rank {rank} runs, with the mailbox {self._folder}, and how far it got",
+                    f"rank {place.rank} of {place.world_size} has waited {place.patience:g} s for rank "
+                    f"{expected.rank}, which sent nothing",
+                    f"See whether rank {expected.rank} runs, with the mailbox {self._folder}, and how far it got",
                 )
             time.sleep(_PAUSE)
-        self._received[group, rank] += 1
-        objects: list[Any] = pickle.loads(path.read_bytes())
+        objects: list[Any] = pickle.loads(expected.path.read_bytes())
         return objects
 
     def _path(self, group: str, sender: int, receiver: int, number: int) -> Path:

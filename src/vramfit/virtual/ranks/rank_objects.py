@@ -15,11 +15,11 @@ from vramfit.virtual.ranks.mailbox import Mailbox
 from vramfit.virtual.ranks.rank_place import RankPlace
 
 
-def install(mode: OpRunner, place: RankPlace, patches: PatchStack) -> None:
+def install(mode: OpRunner, place: RankPlace, mailbox: Mailbox, patches: PatchStack) -> None:
     """Follow the bytes of objects that torch pickles, and give a rank those of the ranks that are not there."""
     _follow_bytes(mode, patches)
     if place.world_size > 1:
-        objects = RankObjects(mode, place)
+        objects = RankObjects(mode, mailbox)
         pairs = [
             (c10d.broadcast_object_list, objects.broadcast),
             (c10d.scatter_object_list, objects.scatter),
@@ -53,9 +53,9 @@ class RankObjects:
     Each takes the memory that torch's own takes, by doing what it does with this rank's objects.
     """
 
-    def __init__(self, mode: OpRunner, place: RankPlace) -> None:
+    def __init__(self, mode: OpRunner, mailbox: Mailbox) -> None:
         self._mode = mode
-        self._mailbox = Mailbox(place)
+        self._mailbox = mailbox
         self._broadcast = c10d.broadcast_object_list
         self._scatter = c10d.scatter_object_list
         self._send = c10d.send_object_list
