@@ -1,6 +1,7 @@
 """Distributed programs that run for real on CPU tensors with gloo, and unchanged on a virtual rank.
 
-As a script it starts a world of real processes, each of which meters what it holds: ``gloo_programs.py WORLD FOLDER``.
+As a script, ``gloo_programs.py FOLDER WORLD[:NAME,...]...``, it starts worlds of real processes, each of which meters
+what it holds, and the virtual ranks of the same worlds.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ import gc
 import json
 import os
 import sys
-from collections.abc import Callable
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -39,7 +42,9 @@ class Block(nn.Module):
         return out
 
 
-def _steps(model: nn.Module, optimizer: torch.optim.Optimizer, device: str, live: Live, width: int) -> list[int]:
+def _steps(
+    model: nn.Module, optimizer: torch.optim.Optimizer, device: str, live: Live, width: int
+) -> list[int]:
     held = [live()]
     for _ in range(2):
         given = torch.ones(4, 6, width, device=device)
@@ -100,7 +105,9 @@ def tensor_parallel(mesh: DeviceMesh, live: Live) -> list[int]:
         parallelize_module,
     )
 
-    model = nn.Sequential(nn.LayerNorm(304), nn.Linear(304, 504), nn.ReLU(), nn.Linear(504, 304)).to(mesh.device_type)
+    model = nn.Sequential(nn.LayerNorm(304), nn.Linear(304, 504), nn.ReLU(), nn.Linear(504, 304)).to(
+        mesh.device_type
+    )
     plan = {
         "0": SequenceParallel(),
         "1": ColwiseParallel(input_layouts=Shard(1)),
@@ -133,14 +140,37 @@ def two_dimensions(both: DeviceMesh, live: Live) -> list[int]:
     return _steps(model, _momentum(model), both.device_type, live, 300)
 
 
+def pipeline(mesh: DeviceMesh, live: Live) -> list[int]:
+    """One stage on each rank, two schedules; stages learn the shapes of what they exchange from one another."""
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    device = torch.device("cuda", rank) if mesh.device_type == "cuda" else torch.device("cpu")
+    held = []
+    for schedule_type in (ScheduleGPipe, Schedule1F1B):
+        module = nn.Sequential(*[Block(300, 500 + rank) for _ in range(2)]).to(device)
+        stage = PipelineStage(module, rank, world, device)
+        schedule = schedule_type(stage, 4, loss_fn=nn.functional.mse_loss)
+        optimizer = _momentum(module)
+        given = {"target": torch.ones(16, 300, device=device)} if rank == world - 1 else {}
+        for _ in range(2):
+            schedule.step(*([torch.ones(16, 300, device=device)] if rank == 0 else []), **given)
+            held.append(live())
+            optimizer.step()
+            optimizer.zero_grad()
+            held.append(live())
+    return held
+
+
 PROGRAMS: dict[str, Program] = {
     function.__name__: function
-    for function in (ddp, ddp_views, fsdp2, tensor_parallel, two_dimensions, zero)
+    for function in (ddp, ddp_views, fsdp2, tensor_parallel, two_dimensions, zero, pipeline)
 }
 
 
-def run_all(device: str, live: Live) -> dict[str, list[int]]:
-    """What each program holds after each part of its steps, in bytes over what was held before it."""
+def run_all(device: str, live: Live, names: Sequence[str]) -> dict[str, list[int]]:
+    """What each of some programs holds after each part of its steps, in bytes over what was held before it."""
+
     def collected() -> int:
         gc.collect()
         return live()
@@ -149,58 +179,115 @@ def run_all(device: str, live: Live) -> dict[str, list[int]]:
     gc.freeze()  # what is there by now need not be looked through each time
     # Before anything is counted: a mesh keeps its ranks in tensors of the host.
     mesh = init_device_mesh(device, (dist.get_world_size(),))
-    both = init_device_mesh(device, (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
+    both = init_device_mesh(
+        device,
+        (max(1, dist.get_world_size() // 2), min(2, dist.get_world_size())),
+        mesh_dim_names=("dp", "tp"),
+    )
     _ = both["dp"], both["tp"]
-    for name, program in PROGRAMS.items():
+    for name in names:
         torch.manual_seed(0)
         before = collected()
-        held = program(both if name == "two_dimensions" else mesh, collected)
+        held = PROGRAMS[name](both if name == "two_dimensions" else mesh, collected)
         found[name] = [now - before for now in held]
     gc.unfreeze()
     return found
 
 
-def _rank(rank: int, world: int, folder: Path) -> None:
-    """Run all programs as a real rank, metered, and leave the figures in the folder."""
+def real(rank: int, world: int, folder: Path, names: Sequence[str]) -> dict[str, list[int]]:
+    """Run programs as a real rank, metered."""
     from vramfit.record.cpu_recorder import CpuRecorder
 
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet-{world}", rank=rank, world_size=world)
     recorder = CpuRecorder(alloc_conf="")
     recorder.start()
     try:
-        found = run_all("cpu", lambda: recorder.figures().allocated)
+        found = run_all("cpu", lambda: _settled(lambda: recorder.figures().allocated), names)
     finally:
         recorder.stop(None)
-    (folder / f"{rank}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
+    return found
 
 
-def main(world: int, folder: Path) -> None:
-    """Start the ranks, as forks of this process, which imports for all of them."""
+def _settled(live: Live) -> int:
+    """The least of some looks: gloo's threads let go of tensors a little after the program has waited."""
+    looks = []
+    for _ in range(4):
+        looks.append(live())
+        time.sleep(0.01)
+    return min(looks)
+
+
+def virtual(rank: int, world: int, folder: Path, names: Sequence[str]) -> dict[str, list[int]]:
+    """Run programs as a virtual rank; cuBLAS's workspaces, which a CPU has not, go before each look."""
+    from vramfit.virtual.gpu import VirtualGPU
+
+    def live() -> int:
+        torch._C._cuda_clearCublasWorkspaces()
+        return torch.cuda.memory_allocated()
+
+    mailbox = folder / f"mailbox-{world}"
+    mailbox.mkdir(exist_ok=True)
+    with VirtualGPU("H100", rank=rank, world_size=world, mailbox=mailbox, alloc_conf="", writes="real"):
+        dist.init_process_group("nccl")
+        torch.cuda.set_device(rank)
+        return run_all("cuda", live, names)
+
+
+def virtual_ranks(world: int, names: Sequence[str]) -> Sequence[int]:
+    """Ranks that run virtually too: one in the middle and the last, all where each is a stage of a pipeline."""
+    return range(world) if "pipeline" in names else (world // 2 - 1, world - 1)
+
+
+def main(folder: Path, worlds: Mapping[int, Sequence[str]]) -> None:
+    """Run programs on all ranks of worlds, real and virtual, as forks of this process, which imports for all of them.
+
+    Each rank leaves its figures in the folder.
+    """
     import torch.distributed.fsdp
     import torch.distributed.optim
-    import torch.distributed.tensor.parallel
+    import torch.distributed.pipelining
+    import torch.distributed.tensor.parallel  # noqa: F401
 
-    import vramfit.record.cpu_recorder  # noqa: F401
+    import vramfit.record.cpu_recorder
+    import vramfit.virtual.gpu  # noqa: F401
 
-    children = []
-    for rank in range(world):
-        child = os.fork()
-        if not child:
-            code = 1
-            try:
-                _rank(rank, world, folder)
-                code = 0
-            except BaseException:
-                import traceback
+    for world, names in worlds.items():
+        for kind in (real, virtual):
+            ranks = range(world) if kind is real else virtual_ranks(world, names)
+            children = [_start(kind, rank, world, folder, names) for rank in ranks]
+            endings = [os.waitpid(child, 0)[1] for child in children]
+            if any(endings):
+                sys.exit(1)
 
-                traceback.print_exc()
-            finally:
-                os._exit(code)
-        children.append(child)
-    sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children))
+
+def _start(
+    kind: Callable[[int, int, Path, Sequence[str]], dict[str, list[int]]],
+    rank: int,
+    world: int,
+    folder: Path,
+    names: Sequence[str],
+) -> int:
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        found = kind(rank, world, folder, names)
+        (folder / f"{kind.__name__}-{world}-{rank}.json").write_text(json.dumps(found))
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def _asked(words: Sequence[str]) -> dict[int, list[str]]:
+    """Worlds and their programs, from words like ``2:ddp,zero``; all programs without names."""
+    split = [word.partition(":") for word in words]
+    return {int(world): names.split(",") if names else list(PROGRAMS) for world, _, names in split}
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]), _asked(sys.argv[2:]))

@@ -1,8 +1,8 @@
 """Simulated seconds of a collective: rings and trees over the links of a node and the network between nodes.
 
 The bytes that cross each link are those of NCCL's own model (nccl-tests, doc/PERFORMANCE.md, "Bus bandwidth"): of S
-bytes on n ranks an all-reduce moves 2 S (n-1)/n, an all-gather, a reduce-scatter and an all-to-all S (n-1)/n, where S is
-the whole of what all ranks hold together, a broadcast and a reduction S. Latencies are those of its protocol Simple
+bytes on n ranks an all-reduce moves 2 S (n-1)/n, an all-gather, a reduce-scatter and an all-to-all S (n-1)/n, where S
+is the whole of what all ranks hold together, a broadcast and a reduction S. Latencies are those of its protocol Simple
 (nccl, src/graph/tuning.cc, ``baseLat`` and ``hwLat``). A ring takes n-1 steps (2(n-1) for an all-reduce), a tree
 2 log2(n); the quicker one is taken, as NCCL does.
 

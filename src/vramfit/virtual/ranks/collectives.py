@@ -144,7 +144,7 @@ RULES: dict[str, Rule] = {
 def reduction_in(args: tuple[Any, ...]) -> Any:
     """The reduction among the arguments of a ``c10d`` op."""
     for value in args:
-        if isinstance(value, torch.ScriptObject) and "ReduceOp" in str(value._type()):  # type: ignore[attr-defined]
+        if isinstance(value, torch.ScriptObject) and "ReduceOp" in str(value._type()):
             return ReduceOp.RedOpType(value.op())  # type: ignore[attr-defined]
     return ReduceOp.SUM
 

@@ -149,7 +149,7 @@ class Communicators:
 def group_in(args: tuple[Any, ...]) -> ProcessGroup:
     """The process group among the arguments of a ``c10d`` op."""
     for value in args:
-        if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):  # type: ignore[attr-defined]
+        if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
             return ProcessGroup.unbox(value)
     raise AssertionError("a collective without a group")
 

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import _resolve_process_group
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed import ProcessGroup, ReduceOp, distributed_c10d
+from torch.distributed import ProcessGroup, ReduceOp
+from torch.distributed.distributed_c10d import GroupName
 
 from vramfit.capture.ops import tensors_in
 from vramfit.virtual.fake_impls.registry import find_overload
@@ -92,7 +94,9 @@ class FunctionalCollectives:
     def _reduced(self, mode: OpRunner, call: OpCall) -> Any:
         group = self._group(call)
         op = named_reduction(call.argument(1, "reduce_op"))
-        return self._each(mode, call, group, Pattern.ALL_REDUCE, lambda t: tuple(t.shape), self._take(op, group))
+        return self._each(
+            mode, call, group, Pattern.ALL_REDUCE, lambda t: tuple(t.shape), self._take(op, group)
+        )
 
     def _reduced_in_place(self, mode: OpRunner, call: OpCall) -> Any:
         group = self._group(call)
@@ -150,7 +154,7 @@ class FunctionalCollectives:
         return self._each(mode, call, group, Pattern.ALL_TO_ALL, shape, take)
 
     def _dimension_exchanged(self, mode: OpRunner, call: OpCall) -> Any:
-        """DTensor's change of the sharded dimension, as Functional.cpp has it: a tensor for each rank, and their join."""
+        """DTensor's change of the sharded dimension, as in Functional.cpp: a tensor for each rank, and their join."""
         group = self._group(call)
         gather_dim, shard_dim = call.args[1], call.args[2]
         given: torch.Tensor = call.args[0]
@@ -228,7 +232,9 @@ class FunctionalCollectives:
         until, _ = self._communicators.run(group, pattern, nbytes, device, own_stream=True)
         for result in results:
             if type(result) is FakeTensor:
-                self._waiting.set(result, _Waiting(until, device, tuple(s for s in sources if s is not result)))
+                self._waiting.set(
+                    result, _Waiting(until, device, tuple(s for s in sources if s is not result))
+                )
 
 
 def _fresh(mode: OpRunner, like: torch.Tensor, shape: Shape) -> torch.Tensor:
@@ -255,7 +261,8 @@ def _process_group(call: OpCall) -> ProcessGroup:
     given = call.by_name()["group_name"]
     if isinstance(given, torch.ScriptObject):
         return ProcessGroup.unbox(given)
-    return distributed_c10d._resolve_process_group(given) if isinstance(given, str) else given
+    found: ProcessGroup = _resolve_process_group(GroupName(given)) if isinstance(given, str) else given
+    return found
 
 
 def _ours(call: OpCall) -> bool:

@@ -207,7 +207,9 @@ def _patch_backends(
     patches.set(distributed_c10d, "default_pg_nccl_timeout", _TIMEOUT)
     if place.world_size > 1:
         # TORCH_DISTRIBUTED_DEBUG=DETAIL compares what ranks do, in C++ and through gloo.
-        patches.set(distributed_c10d, "_create_process_group_wrapper", lambda wrapped_pg, **kwargs: wrapped_pg)
+        patches.set(
+            distributed_c10d, "_create_process_group_wrapper", lambda wrapped_pg, **kwargs: wrapped_pg
+        )
     # What torch asks of a backend and the handle lacks; each is a setting or a count that one rank never needs.
     answers = {
         "_set_sequence_number_for_group": lambda self: None,
@@ -240,7 +242,9 @@ def _patch_splitting(patches: PatchStack) -> None:
             raise ValueError("split_ranks cannot be None or empty")
         world = distributed_c10d._get_default_group()
         if not world.bound_device_id:
-            raise RuntimeError("No device associated with the default pg, not safe to split any process groups")
+            raise RuntimeError(
+                "No device associated with the default pg, not safe to split any process groups"
+            )
         numbers = distributed_c10d._world.pg_group_ranks[parent_pg or world]
         of_world = {number: rank for rank, number in numbers.items()}
         mine = None

@@ -119,7 +119,9 @@ class RankObjects:
         rank = self._peer(group, src, group_src)
         object_list[:] = self._mailbox.receive(self._name(group), rank)
         where = device or c10d._get_object_coll_device(group)
-        held = [c10d._object_to_tensor(value, where, c10d._group_or_default_group(group)) for value in object_list]
+        held = [
+            c10d._object_to_tensor(value, where, c10d._group_or_default_group(group)) for value in object_list
+        ]
         del held
         return rank
 

@@ -121,6 +121,8 @@ def place_of(
         return ALONE
     if rank is None or world_size is None:
         missing, given = ("rank", "world_size") if rank is None else ("world_size", "rank")
-        raise UsageError(f"{given} is given without {missing}", f"Give both, as in rank=0, world_size={PER_NODE}")
+        raise UsageError(
+            f"{given} is given without {missing}", f"Give both, as in rank=0, world_size={PER_NODE}"
+        )
     folder = None if mailbox is None else path_argument("mailbox", mailbox)
     return RankPlace(rank=rank, world_size=world_size, ranks_per_node=ranks_per_node, mailbox=folder)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import Store
+from torch._C._distributed_c10d import Store
 
 from vramfit.errors import UsageError
 from vramfit.virtual.ranks.rank_place import RankPlace

@@ -17,7 +17,9 @@ from typing import Any
 import torch
 from torch.distributed import Work
 
-_OURS = 3  # references to a work that nobody else holds: the table's, the local variable's, and getrefcount's own
+_OURS = (
+    3  # references to a work that nobody else holds: the table's, the local variable's, and getrefcount's own
+)
 Held = Callable[[], object]
 
 
@@ -35,8 +37,8 @@ def _done(tensors: list[torch.Tensor]) -> Any:
 class PendingWork(Work):
     """The work of a collective on a stream of its own.
 
-    C++ looks its methods up by this object, which must live until it is asked to wait, or for its future: `Pending` sees
-    to it. C++ asks for either once; a program that asks again has the object itself.
+    C++ looks its methods up by this object, which must live until it is asked to wait, or for its future: `Pending`
+    sees to it. C++ asks for either once; a program that asks again has the object itself.
 
     Args:
         results: the tensors that it writes.
