@@ -281,7 +281,7 @@ class VirtualGPU:
     def __repr__(self) -> str:
         cards = self._machine.devices
         name = self.spec.name if len(cards) == 1 else f"{len(cards)} × {self.spec.name}"
-        peaks = self.meter.lifetime_peaks(0)
+        peaks = self.meter.lifetime_peaks(self.place.local_rank)
         peak = f"peak allocated {format_bytes(peaks.allocated)}, reserved {format_bytes(peaks.reserved)}"
         return f"<VirtualGPU {name}: {peak}>"
 

@@ -41,6 +41,7 @@ def install(mode: OpRunner, place: RankPlace, patches: PatchStack) -> None:
         return
     from vramfit.virtual.fake_impls.registry import RULES
     from vramfit.virtual.ranks import one_process, process_groups, rank_objects, sharding
+    from vramfit.virtual.ranks.asked_sizes import AskedSizes
     from vramfit.virtual.ranks.collectives import handlers
     from vramfit.virtual.ranks.communicators import Communicators
     from vramfit.virtual.ranks.functional_collectives import FunctionalCollectives
@@ -49,8 +50,11 @@ def install(mode: OpRunner, place: RankPlace, patches: PatchStack) -> None:
     from vramfit.virtual.ranks.sent_numbers import SentNumbers
 
     communicators, values, mailbox = Communicators(mode.machine, place), PeerValues(mode), Mailbox(place)
-    numbers = SentNumbers(mode, mailbox, values)
-    rules = handlers(communicators, values, numbers) | FunctionalCollectives(communicators, values).handlers()
+    numbers, sizes = SentNumbers(mode, mailbox, values), AskedSizes(mode)
+    rules = (
+        handlers(communicators, values, numbers, sizes)
+        | FunctionalCollectives(communicators, values, sizes).handlers()
+    )
     for overload, handler in rules.items():
         patches.item(RULES, overload, handler)
     process_groups.install(mode, place, communicators, patches)

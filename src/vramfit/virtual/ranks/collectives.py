@@ -24,6 +24,7 @@ from vramfit.capture.ops import tensors_in
 from vramfit.virtual.fake_impls.registry import find_overload
 from vramfit.virtual.op_call import OpCall
 from vramfit.virtual.op_runner import Handler, OpRunner
+from vramfit.virtual.ranks.asked_sizes import AskedSizes
 from vramfit.virtual.ranks.collective_seconds import Pattern
 from vramfit.virtual.ranks.communicators import Communicator, Communicators, group_in, is_handle
 from vramfit.virtual.ranks.peer_values import PeerValues
@@ -149,11 +150,13 @@ def reduction_in(args: tuple[Any, ...]) -> Any:
     return ReduceOp.SUM
 
 
-def handlers(communicators: Communicators, values: PeerValues, numbers: SentNumbers) -> dict[Any, Handler]:
+def handlers(
+    communicators: Communicators, values: PeerValues, numbers: SentNumbers, sizes: AskedSizes
+) -> dict[Any, Handler]:
     """The handlers of all ops ``c10d::*`` by overload, as far as this torch has them."""
     made: dict[Any, Handler] = {}
     for name, rule in RULES.items():
-        made[find_overload(f"c10d.{name}.default")] = _handler(name, rule, communicators, values)
+        made[find_overload(f"c10d.{name}.default")] = _handler(name, rule, communicators, values, sizes)
     for name in ("send", "recv_", "recv_any_source_"):
         made[find_overload(f"c10d.{name}.default")] = _peer_handler(name, communicators, numbers)
     for name in ("check_for_nan", "monitored_barrier_"):
@@ -181,7 +184,9 @@ def _backend(call: OpCall, tensor: torch.Tensor) -> Any:
     return group_in(call.args)._get_backend(torch.device(tensor.device.type))
 
 
-def _handler(name: str, rule: Rule, communicators: Communicators, values: PeerValues) -> Handler:
+def _handler(
+    name: str, rule: Rule, communicators: Communicators, values: PeerValues, sizes: AskedSizes
+) -> Handler:
     def handle(mode: OpRunner, call: OpCall) -> Any:
         tensors = tensors_in(call.args)
         backend = _backend(call, tensors[0])
@@ -189,6 +194,8 @@ def _handler(name: str, rule: Rule, communicators: Communicators, values: PeerVa
         if not handle_of_ours and not any(type(tensor) is FakeTensor for tensor in tensors):
             return call.func(*call.args, **call.kwargs)  # gloo itself, on tensors of the host
         group = communicators.of(group_in(call.args))
+        if group.size > 1:
+            _tell_sizes(sizes, name, rule, call)
         rule.move(values, group, call)
         mode.meter.ops += 1
         work = _on_card(mode, name, rule, communicators, group, call) if handle_of_ours else None
@@ -198,6 +205,13 @@ def _handler(name: str, rule: Rule, communicators: Communicators, values: PeerVa
 
     handle.on_host = True  # type: ignore[attr-defined]
     return handle
+
+
+def _tell_sizes(sizes: AskedSizes, name: str, rule: Rule, call: OpCall) -> None:
+    if rule.pattern is Pattern.ALL_TO_ALL and name == "alltoall_base_":
+        sizes.uneven(call.argument(4, "input_split_sizes", []))
+    elif rule.pattern in (Pattern.ALL_REDUCE, Pattern.ALL_GATHER, Pattern.ALL_TO_ALL) and name != "barrier":
+        sizes.counts(name, tensors_in(call.args[rule.outputs]))
 
 
 def _on_card(

@@ -15,13 +15,13 @@ import torch
 from torch._C._distributed_c10d import _resolve_process_group
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import ProcessGroup, ReduceOp
-from torch.distributed.distributed_c10d import GroupName
 
 from vramfit.capture.ops import tensors_in
 from vramfit.virtual.fake_impls.registry import find_overload
 from vramfit.virtual.noted import Noted
 from vramfit.virtual.op_call import OpCall
 from vramfit.virtual.op_runner import Handler, OpRunner
+from vramfit.virtual.ranks.asked_sizes import AskedSizes
 from vramfit.virtual.ranks.collective_seconds import Pattern
 from vramfit.virtual.ranks.communicators import Communicator, Communicators, is_handle
 from vramfit.virtual.ranks.peer_values import PeerValues, named_reduction
@@ -45,9 +45,11 @@ class FunctionalCollectives:
     Args:
         communicators: of the run.
         values: moves known values.
+        sizes: says where sizes of other ranks decide.
     """
 
-    def __init__(self, communicators: Communicators, values: PeerValues) -> None:
+    def __init__(self, communicators: Communicators, values: PeerValues, sizes: AskedSizes) -> None:
+        self._sizes = sizes
         self._communicators = communicators
         self._values = values
         self._waiting: Noted[_Waiting] = Noted()
@@ -141,6 +143,8 @@ class FunctionalCollectives:
         group = self._group(call)
         outs: Sequence[int] = call.argument(1, "output_split_sizes") or ()
         ins: Sequence[int] = call.argument(2, "input_split_sizes") or ()
+        if group.size > 1:
+            self._sizes.uneven(list(ins))
 
         def take(target: torch.Tensor, source: torch.Tensor) -> None:
             if len(set(ins)) > 1:
@@ -261,7 +265,8 @@ def _process_group(call: OpCall) -> ProcessGroup:
     given = call.by_name()["group_name"]
     if isinstance(given, torch.ScriptObject):
         return ProcessGroup.unbox(given)
-    found: ProcessGroup = _resolve_process_group(GroupName(given)) if isinstance(given, str) else given
+    resolve: Any = _resolve_process_group  # its argument has a type of its own only in newer torch
+    found: ProcessGroup = resolve(given) if isinstance(given, str) else given
     return found
 
 

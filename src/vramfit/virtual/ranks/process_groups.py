@@ -147,8 +147,13 @@ def _patch_stores(place: RankPlace, patches: PatchStack) -> None:
     torch's TCPStore would open a port and its FileStore would leave a file; nobody else reads either.
     """
 
+    kept: list[RankStore] = []  # C++ looks a store's methods up by its object, which it does not keep
+
     def store() -> Any:
-        return HashStore() if place.world_size == 1 else RankStore(place)
+        if place.world_size == 1:
+            return HashStore()
+        kept.append(RankStore(place))
+        return kept[-1]
 
     def tcp_store(hostname: str, port: int, rank: int, world_size: int, *args: Any, **kwargs: Any) -> Any:
         if not 0 <= port < 2**16:  # as torch.distributed.rendezvous: _create_c10d_store

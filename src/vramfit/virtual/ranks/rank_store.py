@@ -33,6 +33,10 @@ class RankStore(Store):
         """How long a real store would wait."""
         return self._timeout
 
+    def clone(self) -> RankStore:
+        """The same store: others share what it holds."""
+        return self
+
     def set_timeout(self, timeout: timedelta) -> None:
         """Note how long a real store would wait."""
         self._timeout = timeout
