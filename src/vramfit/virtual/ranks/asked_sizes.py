@@ -16,6 +16,7 @@ import torch
 from vramfit.virtual.data_dependent.expectations import WATCHED
 from vramfit.virtual.data_dependent.shadow import MAX_ELEMENTS
 from vramfit.virtual.op_runner import OpRunner
+from vramfit.virtual.ranks.collective_seconds import Pattern
 
 CODE = "sizes-of-other-ranks"
 _PASSED = frozenset({"distributed_c10d.py", "c10d_logger.py", "_functional_collectives.py", "_ops.py"})
@@ -35,11 +36,11 @@ class AskedSizes:
         if len(set(splits)) > 1:
             self._tell("parts of several sizes are exchanged: those that other ranks send")
 
-    def counts(self, name: str, tensors: list[torch.Tensor]) -> None:
+    def counts(self, pattern: Pattern, tensors: list[torch.Tensor]) -> None:
         """Note whole numbers that a program gathers or reduces itself."""
         counting = any(t.dtype in WATCHED and t.dtype is not torch.bool and _few(t) for t in tensors)
         if counting and _by_program():
-            self._tell(f"{name.strip('_')} of whole numbers: those of other ranks")
+            self._tell(f"this {pattern.value} is of whole numbers: those of other ranks")
 
     def _tell(self, what: str) -> None:
         self._mode.machine.warn(

@@ -211,7 +211,7 @@ def _tell_sizes(sizes: AskedSizes, name: str, rule: Rule, call: OpCall) -> None:
     if rule.pattern is Pattern.ALL_TO_ALL and name == "alltoall_base_":
         sizes.uneven(call.argument(4, "input_split_sizes", []))
     elif rule.pattern in (Pattern.ALL_REDUCE, Pattern.ALL_GATHER, Pattern.ALL_TO_ALL) and name != "barrier":
-        sizes.counts(name, tensors_in(call.args[rule.outputs]))
+        sizes.counts(rule.pattern, tensors_in(call.args[rule.outputs]))
 
 
 def _on_card(

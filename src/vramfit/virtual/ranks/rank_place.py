@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import Any
 
 from vramfit.arguments import path_argument, whole_argument
 from vramfit.errors import UsageError
@@ -76,6 +77,15 @@ class RankPlace:
     def node_of(self, rank: int) -> int:
         """The number of the node on which another rank runs."""
         return rank // self.ranks_per_node
+
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of `VirtualGPU` that name it."""
+        return {
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "ranks_per_node": self.ranks_per_node,
+            "mailbox": self.mailbox,
+        }
 
     def environment(self, address: str = "127.0.0.1", port: int = PORT) -> dict[str, str]:
         """The variables that torchrun sets for this rank.
