@@ -247,3 +247,31 @@ def test_a_rank_that_sends_nothing_is_named_after_a_while(tmp_path: Path) -> Non
     assert second.receive("pp", 0) == [{"shape": (2, 3)}]
     with pytest.raises(UsageError, match=r"rank 1 of 2 has waited 0\.05 s for rank 0, which sent nothing"):
         second.receive("pp", 0)
+
+
+# -- Pipelines -------------------------------------------------------------------------------------------------
+
+
+def pipeline_step(**shapes: torch.Tensor | tuple[torch.Tensor, ...]) -> int:
+    """The 14th of 16 stages does a step of 1F1B; bytes that it held at most over what was there."""
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    device = torch.device("cuda", RANK % 8)
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    stage = PipelineStage(torch.nn.Linear(256, 256, device=device), RANK, WORLD, device, **shapes)
+    Schedule1F1B(stage, 16).step()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def test_a_stage_that_knows_its_shapes_runs_alone(world: VirtualGPU) -> None:
+    shape = torch.empty(4, 256, device="meta", requires_grad=True)
+    assert pipeline_step(input_args=(shape,), output_args=(shape,)) > 256 * 256 * 4
+
+
+def test_a_stage_that_must_ask_another_says_which(world: VirtualGPU) -> None:
+    with pytest.raises(
+        UsageError, match="rank 13 of 16 waits for an object from rank 12, which does not run"
+    ):
+        pipeline_step()

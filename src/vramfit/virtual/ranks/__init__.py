@@ -40,7 +40,7 @@ def install(mode: OpRunner, place: RankPlace, patches: PatchStack) -> None:
     if not torch.distributed.is_available():
         return
     from vramfit.virtual.fake_impls.registry import RULES
-    from vramfit.virtual.ranks import one_process, process_groups, rank_objects, sharding
+    from vramfit.virtual.ranks import one_process, pipeline_stages, process_groups, rank_objects, sharding
     from vramfit.virtual.ranks.asked_sizes import AskedSizes
     from vramfit.virtual.ranks.collectives import handlers
     from vramfit.virtual.ranks.communicators import Communicators
@@ -60,4 +60,6 @@ def install(mode: OpRunner, place: RankPlace, patches: PatchStack) -> None:
     process_groups.install(mode, place, communicators, patches)
     rank_objects.install(mode, place, mailbox, patches)
     sharding.install(patches)
+    if place.world_size > 1 and not mailbox.open:
+        pipeline_stages.install(patches)
     one_process.install(mode, patches)
