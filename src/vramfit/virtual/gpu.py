@@ -201,6 +201,7 @@ class VirtualGPU:
             undo.callback(self.mode.__exit__, kind, error, traceback)
             self._tell_doubts()
             self._tell_shapes(error)
+            self._tell_ranks()
             self._run = self._outcome(error)
 
     def _start_asking(self) -> None:
@@ -418,6 +419,15 @@ class VirtualGPU:
                 "assumed-size-failed",
                 f"the program failed after sizes were assumed at {', '.join(lines[:3])}: its error may come from that. "
                 f"{what}",
+            )
+
+    def _tell_ranks(self) -> None:
+        """Warn that a program was to be one rank of several, and never asked for the others."""
+        if self.place.world_size > 1 and not self._machine.joined_world:
+            self._machine.warn(
+                "no-process-group",
+                f"the program was run as rank {self.place.rank} of {self.place.world_size} and never called "
+                "init_process_group: nothing was divided among ranks",
             )
 
     def _trace_devices(self) -> tuple[TraceDevice, ...]:

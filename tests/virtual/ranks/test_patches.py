@@ -67,3 +67,11 @@ def test_a_program_that_fails_leaves_no_group_behind() -> None:
         dist.init_process_group("gloo")
         _ = 1 / 0
     assert not dist.is_initialized() and "RANK" not in os.environ
+
+
+def test_a_program_that_makes_no_group_is_told() -> None:
+    with VirtualGPU("H100", alloc_conf="", rank=1, world_size=2) as gpu:
+        torch.ones(2, device="cuda:1")
+    assert [w.message for w in gpu.run.warnings if w.code == "no-process-group"] == [
+        "the program was run as rank 1 of 2 and never called init_process_group: nothing was divided among ranks"
+    ]

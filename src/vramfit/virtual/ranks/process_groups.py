@@ -110,7 +110,7 @@ class ProcessGroupGloo(metaclass=_HandleClass):
 
 def install(mode: OpRunner, place: RankPlace, communicators: Communicators, patches: PatchStack) -> None:
     """Let the program make process groups, and DDP, FSDP and DTensor work in them."""
-    _patch_stores(place, patches)
+    _patch_stores(mode, place, patches)
     _patch_backends(mode, place, communicators, patches)
     _patch_splitting(patches)
     # DDP's own timings come from CUDA events in C++, which a CPU build lacks; they say nothing here. All else of its
@@ -141,7 +141,7 @@ def check_world(world_size: int, rank: int, place: RankPlace) -> None:
     )
 
 
-def _patch_stores(place: RankPlace, patches: PatchStack) -> None:
+def _patch_stores(mode: OpRunner, place: RankPlace, patches: PatchStack) -> None:
     """Give ``env://``, ``tcp://`` and ``file://`` a store of this process alone, after torch has read the address.
 
     torch's TCPStore would open a port and its FileStore would leave a file; nobody else reads either.
@@ -175,6 +175,7 @@ def _patch_stores(place: RankPlace, patches: PatchStack) -> None:
     def new_group(group_size: int, group_rank: int, global_ranks: Any, *args: Any, **kwargs: Any) -> Any:
         if not global_ranks:  # the world; also where the program brings a store of its own
             check_world(group_size, group_rank, place)
+            mode.machine.joined_world = True
         return original(group_size, group_rank, global_ranks, *args, **kwargs)
 
     patches.set(distributed_c10d, "_new_process_group_helper", new_group)
