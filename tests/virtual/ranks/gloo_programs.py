@@ -172,8 +172,7 @@ def run_all(device: str, live: Live, names: Sequence[str]) -> dict[str, list[int
     """What each of some programs holds after each part of its steps, in bytes over what was held before it."""
 
     def collected() -> int:
-        gc.collect()
-        return live()
+        return _settled(live)
 
     found = {}
     gc.freeze()  # what is there by now need not be looked through each time
@@ -202,7 +201,7 @@ def real(rank: int, world: int, folder: Path, names: Sequence[str]) -> dict[str,
     recorder = CpuRecorder(alloc_conf="")
     recorder.start()
     try:
-        found = run_all("cpu", lambda: _settled(lambda: recorder.figures().allocated), names)
+        found = run_all("cpu", lambda: recorder.figures().allocated, names)
     finally:
         recorder.stop(None)
     dist.barrier()
@@ -211,11 +210,14 @@ def real(rank: int, world: int, folder: Path, names: Sequence[str]) -> dict[str,
 
 
 def _settled(live: Live) -> int:
-    """What is held for a tenth of a second: gloo's threads let go of tensors a little after the program has waited."""
-    looks = []
-    while len(looks) < 10 or len(set(looks[-10:])) > 1:
-        looks.append(live())
+    """What is held for a while: threads of gloo and autograd let go of tensors a little after the program goes on."""
+    looks: list[int] = []
+    for _ in range(500):
         time.sleep(0.01)
+        gc.collect()
+        looks.append(live())
+        if len(looks) >= 5 and len(set(looks[-5:])) == 1:
+            break
     return looks[-1]
 
 

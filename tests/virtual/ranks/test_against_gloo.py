@@ -11,8 +11,8 @@ from tests import warm
 from tests.virtual.ranks import gloo_programs
 
 WORLDS = {
-    2: ("ddp", "ddp_views", "zero", "pipeline"),
-    4: ("fsdp2", "tensor_parallel", "two_dimensions"),
+    2: ("ddp_views", "fsdp2", "pipeline"),
+    4: ("tensor_parallel", "two_dimensions"),
 }
 """Programs by world; benchmarks/ranks.py compares all of them in both."""
 
