@@ -150,11 +150,23 @@ class CpuRecorder(Recorder):
         try:
             watch(self, self._patches)
             threads.install(self.mode, self._patches)
+            self._follow_resizes()
             self.mode.__enter__()  # type: ignore[no-untyped-call]
         except BaseException:
             self._patches.undo()
             raise
         running.append(self)
+
+    def _follow_resizes(self) -> None:
+        """See storages that give their memory back and take it again, as FSDP's do, below the dispatcher."""
+        meter, original = self.meter, torch.UntypedStorage.resize_
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+            out = original(storage, size)
+            meter.resized(storage)
+            return out
+
+        self._patches.set(torch.UntypedStorage, "resize_", resize_)
 
     def stop(self, error: BaseException | None = None) -> Run:
         """End the recording and undo every patch."""

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vramfit.allocator import OutOfMemory
@@ -124,13 +125,24 @@ class CpuMeter(StorageMeter[StorageRecord]):
             record.address = 0  # where it finds no place, its storage may still die before it
             self._place(record, op, category, tensor)
             self._records[key] = record
-        elif record.nbytes != (nbytes := storage.nbytes()):
-            old_address, old_nbytes, row = record.address, record.nbytes, record.row
-            record.nbytes = nbytes
-            self._place(record, op, self._category_of(row), tensor)
-            if old_address:
-                self._give_back(old_address, old_nbytes)
+        elif record.nbytes != storage.nbytes():
+            self._resize(record, storage.nbytes(), op, tensor)
         return record
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Follow a storage whose size was changed from outside the dispatcher (``storage.resize_``)."""
+        if self._dead:
+            self.collect()
+        record = self._records.get(storage._cdata)
+        if record is not None and record.nbytes != storage.nbytes():
+            self._resize(record, storage.nbytes(), "storage.resize_", None)
+
+    def _resize(self, record: StorageRecord, nbytes: int, op: str, tensor: torch.Tensor | None) -> None:
+        old_address, old_nbytes, row = record.address, record.nbytes, record.row
+        record.nbytes = nbytes
+        self._place(record, op, self._category_of(row), tensor)
+        if old_address:
+            self._give_back(old_address, old_nbytes)
 
     def _place(
         self, record: StorageRecord, op: str, category: int | None, tensor: torch.Tensor | None
@@ -264,7 +276,8 @@ def holders(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The plain CPU tensors that hold a tensor's memory: itself, those inside a wrapper, indices and values."""
     if type(tensor) not in _PLAIN and is_wrapper(tensor):
         for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
-            yield from holders(getattr(tensor, name))
+            if isinstance(inner := getattr(tensor, name), torch.Tensor):  # DTensor names its mesh too
+                yield from holders(inner)
     elif tensor.device.type != "cpu":
         return
     elif tensor.layout is torch.strided:
@@ -293,6 +306,12 @@ def _what_it_leaves(info: OpInfo) -> Leaves:
     if info.name in _ADOPTING_VIEWS or info.name in _RESIZING:
         return Leaves.RESULTS
     return Leaves.RESULTS if info.fresh and not info.view else Leaves.NOTHING
+
+
+def _is_of_shapes(types: Any) -> bool:
+    """Whether an op only works out shapes, on tensors without memory: DTensor asks so what an op gives as a whole."""
+    fake = torch._C._TorchDispatchModeKey.FAKE
+    return FakeTensor in types or torch._C._get_dispatch_mode(fake) is not None
 
 
 class MeterMode(TorchDispatchMode):
@@ -326,7 +345,7 @@ class MeterMode(TorchDispatchMode):
     ) -> Any:
         """Run one op and meter its results. See NOTE [What is metered]."""
         kwargs = kwargs or {}
-        if self.off:
+        if self.off or _is_of_shapes(types):
             return func(*args, **kwargs)
         if types and not _PLAIN.issuperset(types) and self._has_wrapper(types):
             return NotImplemented  # the wrapper unpacks itself and calls again

@@ -9,10 +9,11 @@ import tempfile
 import time
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import astuple
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -55,8 +56,12 @@ from vramfit.virtual.kernels.measured import MeasuredTable
 from vramfit.virtual.machine import Machine, VirtualDevice
 from vramfit.virtual.meter import Meter
 from vramfit.virtual.mode import VirtualMode, exclusive_counts
+from vramfit.virtual.ranks.rank_place import PER_NODE, place_of
 from vramfit.virtual.virtual_run import MOST_GPUS
 from vramfit.virtual.workspaces import Workspaces
+
+if TYPE_CHECKING:
+    from vramfit.virtual.ranks.communicators import Communicators
 
 
 class VirtualGPU:
@@ -86,9 +91,16 @@ class VirtualGPU:
             ``keep`` leaves them in a folder beside it, ``real`` writes them. Where a protection stands in this
             process already, as in the child of ``vramfit run``, that one holds. See docs/files.md.
         writes_through: paths that it writes for real even so.
+        rank: which rank of a distributed program the block is, from 0; None for one that is its only process. See
+            docs/distributed.md.
+        world_size: how many ranks that program has.
+        ranks_per_node: ranks, and cards, of one node (at most 8).
+        mailbox: a folder through which ranks that run side by side, each in a process of its own, hand one another
+            Python objects (stages of a pipeline do); None where this rank runs alone.
 
     Raises:
         UnknownGpuError: no such card.
+        UsageError: there is no such rank.
         EnvironmentUnfitError: this interpreter cannot carry the virtual GPU (see `check_interpreter`).
     """
 
@@ -107,8 +119,14 @@ class VirtualGPU:
         journal: str | PathLike[str] | None = None,
         writes: str | Writes = Writes.DISCARD,
         writes_through: Sequence[str | PathLike[str]] = (),
+        rank: int | None = None,
+        world_size: int | None = None,
+        ranks_per_node: int = PER_NODE,
+        mailbox: str | PathLike[str] | None = None,
     ) -> None:
         gpus = whole_argument("gpus", gpus, least=1, most=MOST_GPUS)
+        self.place = place_of(rank, world_size, ranks_per_node, mailbox)
+        gpus = max(gpus, self.place.cards)
         self.spec = find_gpu(gpu)
         if context_bytes is not None:
             context_bytes = size_argument("context_bytes", context_bytes, least=0)
@@ -139,6 +157,7 @@ class VirtualGPU:
         self._through = [
             *paths_argument("writes_through", writes_through),
             *([] if journal is None else [journal]),
+            *([] if mailbox is None else [mailbox]),
         ]
         self._folder = contextlib.ExitStack()
         self._files = contextlib.ExitStack()
@@ -146,6 +165,7 @@ class VirtualGPU:
         self._history_start = 0
         self._metadata: list[tuple[int, str]] = []
         self._run: Run | None = None
+        self._communicators: Communicators | None = None
         self._started = 0.0
         self.meter = self.meter_type(self._machine, self._builder)
         self.mode = VirtualMode(self._machine, self.meter, Workspaces(self._machine, self.meter))
@@ -186,6 +206,7 @@ class VirtualGPU:
             undo.callback(self.mode.__exit__, kind, error, traceback)
             self._tell_doubts()
             self._tell_shapes(error)
+            self._tell_ranks()
             self._run = self._outcome(error)
 
     def _start_asking(self) -> None:
@@ -207,7 +228,7 @@ class VirtualGPU:
             self._protect()
             torch_cuda.install(self._machine, self._patches)
             torch_patches.install(self.mode, self._patches)
-            ranks.install(self.mode, self._patches)
+            self._communicators = ranks.install(self.mode, self.place, self._patches)
             foreign.install(self.mode, self._patches)
         hooks = self._machine.hooks
         hooks.snapshot_provider = self._snapshot
@@ -266,7 +287,7 @@ class VirtualGPU:
     def __repr__(self) -> str:
         cards = self._machine.devices
         name = self.spec.name if len(cards) == 1 else f"{len(cards)} × {self.spec.name}"
-        peaks = self.meter.lifetime_peaks(0)
+        peaks = self.meter.lifetime_peaks(self.place.local_rank)
         peak = f"peak allocated {format_bytes(peaks.allocated)}, reserved {format_bytes(peaks.reserved)}"
         return f"<VirtualGPU {name}: {peak}>"
 
@@ -282,13 +303,13 @@ class VirtualGPU:
 
     @property
     def peak_allocated_bytes(self) -> int:
-        """Most bytes allocated at once on device 0 since entering."""
-        return self.run.devices[0].peak_allocated_bytes
+        """Most bytes allocated at once since entering on device 0, or on the card of the rank."""
+        return self.run.devices[self.place.local_rank].peak_allocated_bytes
 
     @property
     def peak_reserved_bytes(self) -> int:
-        """Most bytes reserved at once on device 0 since entering."""
-        return self.run.devices[0].peak_reserved_bytes
+        """Most bytes reserved at once since entering on device 0, or on the card of the rank."""
+        return self.run.devices[self.place.local_rank].peak_reserved_bytes
 
     def mark(self, tag: str) -> None:
         """Put a named point in time into the trace of every card."""
@@ -403,6 +424,23 @@ class VirtualGPU:
                 "assumed-size-failed",
                 f"the program failed after sizes were assumed at {', '.join(lines[:3])}: its error may come from that. "
                 f"{what}",
+            )
+
+    def _tell_ranks(self) -> None:
+        """Warn that a program was to be one rank of several, and never asked for the others."""
+        if self.place.world_size > 1 and not self._machine.joined_world:
+            self._machine.warn(
+                "no-process-group",
+                f"the program was run as rank {self.place.rank} of {self.place.world_size} and never called "
+                "init_process_group: nothing was divided among ranks",
+            )
+        nccl = None if self._communicators is None else self._communicators.nccl_memory()
+        if nccl is not None and nccl.total.high:
+            low, likely, high = (format_bytes(part) for part in astuple(nccl.total))
+            self._machine.warn(
+                "nccl-uncounted",
+                f"NCCL takes about {likely} of the card ({low} to {high}) outside torch's allocator, which the figures "
+                "of this report leave out",
             )
 
     def _trace_devices(self) -> tuple[TraceDevice, ...]:

@@ -197,6 +197,7 @@ class Machine:
         conv_benchmark_empties_cache: the search for a convolution's algorithm ends with an emptied cache
             (native/Convolution.cpp, ``conv_benchmark_empty_cache``).
         cudnn_asker: an installed cuDNN that answers for such a card; None without one.
+        joined_world: whether the program has made its first process group.
         history: arguments of the last ``_record_memory_history``, None while it is off.
     """
 
@@ -229,6 +230,7 @@ class Machine:
         self.cublas_workspace_bytes: dict[str, int] = {}
         self.conv_benchmark_empties_cache = True
         self.cudnn_asker: WorkspaceAsker | None = None
+        self.joined_world = False
         self.history: dict[str, Any] | None = None
         self._captures: set[tuple[int, int]] = set()
         self._alloc_conf = alloc_conf

@@ -72,11 +72,12 @@ def stream_of(handle: int, device: int) -> int:
 
 
 class Engine(Enum):
-    """What does the work: the cards' processors, one of a card's copy engines, or nothing (an event is recorded)."""
+    """What does the work: processors, a card's copy engines or links to others, or nothing (an event is recorded)."""
 
     COMPUTE = "compute"
     UPWARDS = "host to card"
     DOWNWARDS = "card to host"
+    LINK = "card to card"
     NONE = "none"
 
 

@@ -44,7 +44,7 @@ def main(job_file: str) -> int:
 
     job.enter(Stage.CHECKING)
     try:
-        command = alone(job.command, job.gpus)
+        command = alone(job.command, job.gpus) if job.place is None else job.command
         gpu = VirtualGPU(
             job.gpu,
             gpus=job.gpus,
@@ -53,6 +53,7 @@ def main(job_file: str) -> int:
             profile=job.profile,
             cudnn=job.cudnn or NONE,
             journal=job.journal_file,
+            **({} if job.place is None else job.place.arguments()),
         )
         gpu.__enter__()
     except VramfitError as unfit:

@@ -19,6 +19,7 @@ from vramfit.gpus.measured_profile import NO_PROFILE, OWN_PROFILE, check_card, l
 from vramfit.launch.program_job import ProgramJob, ProgramOptions
 from vramfit.launch.runner import run_job
 from vramfit.trace import Run
+from vramfit.virtual.ranks.rank_place import RankPlace
 
 MOST_GPUS = 8
 """Virtual GPUs of one process (c10/core/impl/FakeGuardImpl.h: kFakeGuardImplMaxDevices)."""
@@ -38,6 +39,8 @@ class VirtualRun(ProgramOptions):
         ours: the same for a program of vramfit's own, which leaves its results there.
         backend: what keeps its writes from the real files.
         cudnn: an installed cuDNN to be asked, see `VirtualGPU`.
+        place: which rank of a distributed program it is; None for one that is its only process. The script finds the
+            variables that torchrun sets.
     """
 
     gpu: GpuSpec
@@ -49,6 +52,7 @@ class VirtualRun(ProgramOptions):
     ours: Iterable[str | os.PathLike[str]] = ()
     backend: Backend | str = Backend.AUTO
     cudnn: str | os.PathLike[str] | None = None
+    place: RankPlace | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,6 +66,7 @@ class VirtualJob(ProgramJob):
         profile: ``auto``, ``none`` or the full path of a file.
         files: what happens to what it writes.
         cudnn: the cuDNN to be asked, None for none.
+        place: which rank of a distributed program it is, None for its only process.
     """
 
     gpu: GpuSpec
@@ -70,6 +75,7 @@ class VirtualJob(ProgramJob):
     assume: str = "upper"
     profile: str = OWN_PROFILE
     cudnn: str | None = None
+    place: RankPlace | None = None
 
 
 def run_in_child(command: Sequence[str], options: VirtualRun) -> Run:
@@ -101,7 +107,7 @@ def run_in_child(command: Sequence[str], options: VirtualRun) -> Run:
             options.writes,
             workplace=folder,
             through=options.through,
-            ours=[*options.ours, *([] if journal is None else [journal])],
+            ours=[*options.ours, *([] if journal is None else [journal]), *_mailbox(options.place)],
             beside=options.cwd,
             backend=options.backend,
         )
@@ -117,8 +123,14 @@ def run_in_child(command: Sequence[str], options: VirtualRun) -> Run:
             assume=options.assume,
             profile=profile,
             cudnn=cudnn,
+            place=options.place,
             files=policy,
         )
         with attended(policy):
             run = run_job("vramfit.virtual.virtual_child", job, environ=options.environ, cwd=options.cwd)
             return run if run.files is not None else replace(run, files=recovered(policy))
+
+
+def _mailbox(place: RankPlace | None) -> list[str]:
+    """Where ranks that run side by side leave objects for one another, if they do."""
+    return [] if place is None or place.mailbox is None else [place.mailbox]

@@ -3,34 +3,75 @@
 from __future__ import annotations
 
 import importlib
+import os
+import sys
+from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FakeProcessGroup
+from torch._C._distributed_c10d import FakeProcessGroup, Logger
 from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
 
+from vramfit.virtual.fake_impls.registry import RULES
 from vramfit.virtual.gpu import VirtualGPU
 
+FUNCTIONS = (
+    "split_group",
+    "_new_process_group_helper",
+    "_object_to_tensor",
+    "_store_based_barrier",
+    "_create_process_group_wrapper",
+    "broadcast_object_list",
+    "scatter_object_list",
+    "send_object_list",
+    "recv_object_list",
+    "ProcessGroupNCCL",
+    "ProcessGroupGloo",
+)
 
-def test_every_patch_is_gone_afterwards() -> None:
+
+def state() -> dict[str, Any]:
+    """All that is replaced for a rank."""
     rendezvous = importlib.import_module("torch.distributed.rendezvous")
-    before = {
-        "split": distributed_c10d.split_group,
-        "helper": distributed_c10d._new_process_group_helper,
-        "pickle": distributed_c10d._object_to_tensor,
+    return {
+        **{name: getattr(distributed_c10d, name, None) for name in FUNCTIONS},
+        "exported": dist.broadcast_object_list,
         "nccl": dist.is_nccl_available(),
-        "class": getattr(distributed_c10d, "ProcessGroupNCCL", None),
         "handle": dict(vars(FakeProcessGroup)),
-        "logger": dict(vars(torch._C._distributed_c10d.Logger)),
+        "logger": dict(vars(Logger)),
         "store": rendezvous._create_c10d_store,
+        "mesh": DeviceMesh.__init__,
+        "rules": {str(op): rule for op, rule in RULES.items()},
+        "variables": dict(os.environ),
+        "excepthook": sys.excepthook,
+        "initialized": dist.is_initialized(),
     }
-    with VirtualGPU("RTX 4090", alloc_conf=""):
+
+
+@pytest.mark.parametrize("ranks", [{}, {"rank": 2, "world_size": 4}], ids=["alone", "of four"])
+def test_every_patch_is_gone_afterwards(ranks: dict[str, int]) -> None:
+    before = state()
+    with VirtualGPU("RTX 4090", alloc_conf="", **ranks):
         assert dist.is_nccl_available()
-    assert distributed_c10d.split_group is before["split"]
-    assert distributed_c10d._new_process_group_helper is before["helper"]
-    assert distributed_c10d._object_to_tensor is before["pickle"]
-    assert rendezvous._create_c10d_store is before["store"]
-    assert dist.is_nccl_available() == before["nccl"]
-    assert getattr(distributed_c10d, "ProcessGroupNCCL", None) is before["class"]
-    assert dict(vars(FakeProcessGroup)) == before["handle"]
-    assert dict(vars(torch._C._distributed_c10d.Logger)) == before["logger"]
+        if ranks:
+            assert os.environ["RANK"] == "2"
+            dist.init_process_group("nccl")  # and left behind
+            dist.all_reduce(torch.ones(2, device="cuda:2"))
+    assert state() == before
+
+
+def test_a_program_that_fails_leaves_no_group_behind() -> None:
+    with pytest.raises(ZeroDivisionError), VirtualGPU("RTX 4090", alloc_conf="", rank=0, world_size=2):
+        dist.init_process_group("gloo")
+        _ = 1 / 0
+    assert not dist.is_initialized() and "RANK" not in os.environ
+
+
+def test_a_program_that_makes_no_group_is_told() -> None:
+    with VirtualGPU("H100", alloc_conf="", rank=1, world_size=2) as gpu:
+        torch.ones(2, device="cuda:1")
+    assert [w.message for w in gpu.run.warnings if w.code == "no-process-group"] == [
+        "the program was run as rank 1 of 2 and never called init_process_group: nothing was divided among ranks"
+    ]

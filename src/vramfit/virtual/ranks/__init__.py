@@ -1,32 +1,71 @@
-"""One process of a distributed program: process groups of one rank, as ``torch.distributed`` gives them on a card.
+"""A rank of a distributed program: process groups as ``torch.distributed`` gives them on a card.
 
 NOTE [What a process group is here]
 torch's own Python does all that it does on a card: it reads RANK, WORLD_SIZE and MASTER_*, names groups, pickles
-objects, builds DDP's buckets and FSDP's gather buffers. Only three things below it are ours:
+objects, builds DDP's buckets and FSDP's gather buffers. One rank of the world runs, and nothing is moved. Only these
+things below torch's Python are ours:
 
-1. The store where processes meet (process_groups.py) belongs to this process alone: no port is opened, no file made.
-2. A group of the ``nccl`` backend (process_groups.py) is a handle: a build without NCCL has no such class, and none
-   could talk to a card. Gloo is torch's own and runs for real on CPU tensors.
-3. Collectives arrive in the dispatch mode as ops ``c10d::*`` and ``_c10d_functional::*`` (collectives.py): one rule per
-   op says what it writes and what NCCL's side of torch allocates.
+1. The store where processes meet belongs to this process alone: no port is opened, no file made (rank_store.py).
+2. A group of the ``nccl`` backend is a handle: a build without NCCL has no such class, and none could talk to a card
+   (process_groups.py). In a world of more than one rank a group of ``gloo`` is a handle too; in a world of one, gloo is
+   torch's own and runs for real on CPU tensors.
+3. Collectives arrive in the dispatch mode as ops ``c10d::*`` and ``_c10d_functional::*``: one rule per op says what it
+   writes, what NCCL's side of torch allocates, on which stream it runs and for how long (collectives.py,
+   functional_collectives.py; how long by gpus/nccl).
+4. What comes from other ranks is taken to equal this rank's (peer_values.py, rank_objects.py).
 
-A group has one rank. What needs more is refused by name (process_groups.py, one_process.py), never made up.
+What needs other processes is refused by name (one_process.py), never made up.
 """
 
 from __future__ import annotations
 
-import torch.distributed
+import os
+from typing import TYPE_CHECKING
 
-from vramfit.patching import PatchStack
-from vramfit.virtual.op_runner import OpRunner
+from vramfit.virtual.ranks.rank_place import ALONE
+
+if TYPE_CHECKING:
+    from vramfit.patching import PatchStack
+    from vramfit.virtual.op_runner import OpRunner
+    from vramfit.virtual.ranks.communicators import Communicators
+    from vramfit.virtual.ranks.rank_place import RankPlace
 
 
-def install(mode: OpRunner, patches: PatchStack) -> None:
-    """Let a program make process groups of one rank, until the patches are undone."""
+def install(mode: OpRunner, place: RankPlace, patches: PatchStack) -> Communicators | None:
+    """Let a program make the process groups of one rank of a world, until the patches are undone.
+
+    Returns:
+        what it will have asked of NCCL; None where torch has no process groups.
+    """
+    if place is not ALONE:
+        for name, value in place.environment().items():
+            patches.item(os.environ, name, value)
+    import torch.distributed
+
     if not torch.distributed.is_available():
-        return
-    from vramfit.virtual.ranks import collectives, one_process, process_groups
+        return None
+    from vramfit.virtual.fake_impls.registry import RULES
+    from vramfit.virtual.ranks import one_process, pipeline_stages, process_groups, rank_objects, sharding
+    from vramfit.virtual.ranks.asked_sizes import AskedSizes
+    from vramfit.virtual.ranks.collectives import handlers
+    from vramfit.virtual.ranks.communicators import Communicators
+    from vramfit.virtual.ranks.functional_collectives import FunctionalCollectives
+    from vramfit.virtual.ranks.mailbox import Mailbox
+    from vramfit.virtual.ranks.peer_values import PeerValues
+    from vramfit.virtual.ranks.sent_numbers import SentNumbers
 
-    collectives.register()
-    for module in (process_groups, collectives, one_process):
-        module.install(mode, patches)
+    communicators, values, mailbox = Communicators(mode.machine, place), PeerValues(mode), Mailbox(place)
+    numbers, sizes = SentNumbers(mode, mailbox, values), AskedSizes(mode)
+    rules = (
+        handlers(communicators, values, numbers, sizes)
+        | FunctionalCollectives(communicators, values, sizes).handlers()
+    )
+    for overload, handler in rules.items():
+        patches.item(RULES, overload, handler)
+    process_groups.install(mode, place, communicators, patches)
+    rank_objects.install(mode, place, mailbox, patches)
+    sharding.install(patches)
+    if place.world_size > 1 and not mailbox.open:
+        pipeline_stages.install(patches)
+    one_process.install(mode, patches)
+    return communicators

@@ -1,221 +1,296 @@
-"""Collectives of one rank: what each writes, and what torch's side of NCCL allocates for it.
+"""Collectives in place: what each writes, what torch's side of NCCL allocates for it, and how long it takes.
 
-With one rank every collective copies its inputs to its outputs, so known values stay known. ``c10d::*`` writes into
-tensors of the program. ``_c10d_functional::*``, which DTensor and compiled programs call, returns new ones
-(torch/csrc/distributed/c10d/Functional.cpp): a clone for ``all_reduce`` and ``broadcast``, a tensor of the gathered or
-scattered size for the others, which with one rank is the input's.
+Each collective arrives in the dispatch mode as an op ``c10d::*`` that writes into tensors of the program; a rule stands
+for the backend. What the other ranks send is taken to equal what this rank holds (peer_values.py).
 
 NOTE [What a collective allocates]
-NCCL works in its own buffers, outside torch's allocator. Of the collectives in ProcessGroupNCCL.cpp only two take
+NCCL works in its own buffers, outside torch's allocator. Of the collectives in ProcessGroupNCCL.cpp only three take
 blocks of the allocator: ``allgather`` gathers into one tensor as large as the list of outputs, and ``reduce_scatter``
-takes the list of inputs together in one (both ``newLikeFlat``), where the tensors of the list are of one size. All
-others work on the tensors of the program. (A program that drops the input of an ``async_op`` before it waits, or that
-lets a gathered list wait, holds those a little longer on a card; here they go at once.)
+takes the list of inputs together in one (both ``newLikeFlat``), where the tensors of the list are of one size; a
+barrier reduces a tensor of one float. All others work on the tensors of the program.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import FakeProcessGroup
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed import distributed_c10d
+from torch.distributed import ReduceOp
 
 from vramfit.capture.ops import tensors_in
-from vramfit.patching import PatchStack
-from vramfit.virtual.fake_impls.registry import LATE, RULES, find_overload
+from vramfit.gpus.nccl.collective_times import NcclCollective
+from vramfit.virtual.fake_impls.registry import find_overload
 from vramfit.virtual.op_call import OpCall
 from vramfit.virtual.op_runner import Handler, OpRunner
+from vramfit.virtual.ranks.asked_sizes import AskedSizes
+from vramfit.virtual.ranks.communicators import Communicator, Communicators, group_in, is_handle
+from vramfit.virtual.ranks.peer_values import PeerValues
+from vramfit.virtual.ranks.sent_numbers import SentNumbers
+from vramfit.virtual.ranks.works import finished
 
-Pair = tuple[torch.Tensor, torch.Tensor]
-_COPY_ = torch.ops.aten.copy_.default
-_CLONE = torch.ops.aten.clone.default
-
-
-def _in_place(args: tuple[Any, ...]) -> list[Pair]:
-    return []
-
-
-def _whole(args: tuple[Any, ...]) -> list[Pair]:
-    return [(args[0], args[1])]
-
-
-def _each(args: tuple[Any, ...]) -> list[Pair]:
-    return list(zip(args[0], args[1], strict=True))
+Move = Callable[[PeerValues, Communicator, OpCall], None]
+_FLOAT_BYTES = 4
+_TELLING = (NcclCollective.ALL_REDUCE, NcclCollective.ALL_GATHER, NcclCollective.ALL_TO_ALL)
+"""What lets a rank know numbers of the others."""
+_ROOTED = {"gather_": "gather", "scatter_": "scatter"}
+"""To NCCL these are sends and receives."""
 
 
-def _to_lists(args: tuple[Any, ...]) -> list[Pair]:
-    return [(out, source) for outs, source in zip(args[0], args[1], strict=False) for out in outs]
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rule:
+    """How one collective is done.
+
+    Attributes:
+        move: what becomes of known values.
+        kind: what NCCL is asked for.
+        outputs: position of the tensors that it writes.
+        whole: position of the tensors that hold what all ranks hold together, or what one rank sends.
+        flattened: position of the list that torch lays into one block; None without.
+    """
+
+    move: Move
+    kind: NcclCollective
+    outputs: int = 0
+    whole: int = 0
+    flattened: int | None = None
 
 
-def _from_lists(args: tuple[Any, ...]) -> list[Pair]:
-    return [(out, source) for out, sources in zip(args[0], args[1], strict=False) for source in sources]
+def _reduce_all(values: PeerValues, group: Communicator, call: OpCall) -> None:
+    for tensor in tensors_in(call.args[0]):
+        values.reduce(tensor, reduction_in(call.args), group.size)
 
 
-_COPIES: dict[str, Callable[[tuple[Any, ...]], list[Pair]]] = {
-    "allreduce_": _in_place,
-    "allreduce_coalesced_": _in_place,
-    "broadcast_": _in_place,
-    "reduce_": _in_place,
-    "barrier": _in_place,
-    "allgather_": _to_lists,
-    "allgather_coalesced_": lambda args: [
-        pair for outs in args[0] for pair in zip(outs, args[1], strict=False)
-    ],
-    "_allgather_base_": _whole,
-    "allgather_into_tensor_coalesced_": _each,
-    "reduce_scatter_": _from_lists,
-    "_reduce_scatter_base_": _whole,
-    "reduce_scatter_tensor_coalesced_": _each,
-    "alltoall_": _each,
-    "alltoall_base_": _whole,
-    "gather_": _to_lists,
-    "scatter_": _from_lists,
+def _reduce_to_root(values: PeerValues, group: Communicator, call: OpCall) -> None:
+    if call.argument(3, "root_rank") == group.rank:
+        _reduce_all(values, group, call)
+
+
+def _nothing(values: PeerValues, group: Communicator, call: OpCall) -> None:
+    pass
+
+
+def _gather(values: PeerValues, group: Communicator, call: OpCall) -> None:
+    for outs, source in zip(call.args[0], call.args[1], strict=False):
+        for out in outs:
+            values.copy(out, source)
+
+
+def _gather_each(values: PeerValues, group: Communicator, call: OpCall) -> None:
+    for outs in call.args[0]:
+        for out, source in zip(outs, call.args[1], strict=False):
+            values.copy(out, source)
+
+
+def _gather_whole(values: PeerValues, group: Communicator, call: OpCall) -> None:
+    for out, source in zip(tensors_in(call.args[0]), tensors_in(call.args[1]), strict=True):
+        values.copy(out, source)
+
+
+def _reduce_scatter(values: PeerValues, group: Communicator, call: OpCall) -> None:
+    for out, sources in zip(call.args[0], call.args[1], strict=False):
+        values.pick(out, sources, group.rank)
+        values.reduce(out, reduction_in(call.args), group.size)
+
+
+def _reduce_scatter_whole(values: PeerValues, group: Communicator, call: OpCall) -> None:
+    for out, source in zip(tensors_in(call.args[0]), tensors_in(call.args[1]), strict=True):
+        values.part(out, source, group.rank, group.size)
+        values.reduce(out, reduction_in(call.args), group.size)
+
+
+def _all_to_all_lists(values: PeerValues, group: Communicator, call: OpCall) -> None:
+    for out in call.args[0]:
+        values.pick(out, call.args[1], group.rank)
+
+
+def _all_to_all(values: PeerValues, group: Communicator, call: OpCall) -> None:
+    out, source, splits = call.args[0], call.args[1], call.argument(4, "input_split_sizes", [])
+    if not splits:
+        values.part(out, source, group.rank, group.size)
+    elif group.size == 1:
+        values.copy(out, source)
+    else:
+        start = sum(splits[: group.rank])
+        mine = torch.ops.aten.slice.Tensor(source, 0, start, start + splits[group.rank])
+        values.copy(out, mine)
+
+
+def _scatter(values: PeerValues, group: Communicator, call: OpCall) -> None:
+    for out, sources in zip(call.args[0], call.args[1], strict=False):
+        values.pick(out, sources, group.rank)
+
+
+RULES: dict[str, Rule] = {
+    "allreduce_": Rule(move=_reduce_all, kind=NcclCollective.ALL_REDUCE),
+    "allreduce_coalesced_": Rule(move=_reduce_all, kind=NcclCollective.ALL_REDUCE),
+    "broadcast_": Rule(move=_nothing, kind=NcclCollective.BROADCAST),
+    "reduce_": Rule(move=_reduce_to_root, kind=NcclCollective.REDUCE),
+    "barrier": Rule(move=_nothing, kind=NcclCollective.ALL_REDUCE),
+    "allgather_": Rule(move=_gather, kind=NcclCollective.ALL_GATHER, flattened=0),
+    "allgather_coalesced_": Rule(move=_gather_each, kind=NcclCollective.ALL_GATHER),
+    "_allgather_base_": Rule(move=_gather_whole, kind=NcclCollective.ALL_GATHER),
+    "allgather_into_tensor_coalesced_": Rule(move=_gather_whole, kind=NcclCollective.ALL_GATHER),
+    "reduce_scatter_": Rule(move=_reduce_scatter, kind=NcclCollective.REDUCE_SCATTER, whole=1, flattened=1),
+    "_reduce_scatter_base_": Rule(move=_reduce_scatter_whole, kind=NcclCollective.REDUCE_SCATTER, whole=1),
+    "reduce_scatter_tensor_coalesced_": Rule(
+        move=_reduce_scatter_whole, kind=NcclCollective.REDUCE_SCATTER, whole=1
+    ),
+    "alltoall_": Rule(move=_all_to_all_lists, kind=NcclCollective.ALL_TO_ALL, whole=1),
+    "alltoall_base_": Rule(move=_all_to_all, kind=NcclCollective.ALL_TO_ALL, whole=1),
+    "gather_": Rule(move=_gather, kind=NcclCollective.ALL_TO_ALL),
+    "scatter_": Rule(move=_scatter, kind=NcclCollective.ALL_TO_ALL, whole=1),
 }
-"""By op: which tensors it copies to which."""
-
-_FLATTENED = {"allgather_": 0, "reduce_scatter_": 1}
-"""By op: position of the list that NCCL's side of torch lays into one block. See NOTE [What a collective allocates]."""
+"""By the name of the op."""
 
 
-def copy(mode: OpRunner, target: torch.Tensor, source: torch.Tensor) -> None:
-    """Let a tensor have the values of another, of as many elements: nothing is allocated."""
-    if type(target) is not FakeTensor:
-        return  # a real tensor beside virtual ones keeps what it holds, as whatever is written from them
-    if type(source) is not FakeTensor:
-        source = mode.wrap(source)
-    if source.shape != target.shape:
-        source = torch.ops.aten.reshape.default(source, target.shape)
-    mode.settle(mode.call(_COPY_, target, source), target)
-    value, shadow = mode.shadows.view(source), mode.shadows.find(source)
-    if (
-        value is not None
-        and shadow is not None
-        and mode.shadows.find(target) is None
-        and _whole_storage(target)
-    ):
-        # Pickled objects are known whatever their size.
-        mode.shadows.set(target, value, guessed=shadow.guessed)
+def reduction_in(args: tuple[Any, ...]) -> Any:
+    """The reduction among the arguments of a ``c10d`` op."""
+    for value in args:
+        if isinstance(value, torch.ScriptObject) and "ReduceOp" in str(value._type()):
+            return ReduceOp.RedOpType(value.op())  # type: ignore[attr-defined]
+    return ReduceOp.SUM
 
 
-def _whole_storage(tensor: torch.Tensor) -> bool:
-    return tensor.storage_offset() == 0 and tensor.nbytes == tensor.untyped_storage().nbytes()
+def handlers(
+    communicators: Communicators, values: PeerValues, numbers: SentNumbers, sizes: AskedSizes
+) -> dict[Any, Handler]:
+    """The handlers of all ops ``c10d::*`` by overload, as far as this torch has them."""
+    made: dict[Any, Handler] = {}
+    for name, rule in RULES.items():
+        made[find_overload(f"c10d.{name}.default")] = _handler(name, rule, communicators, values, sizes)
+    for name in ("send", "recv_", "recv_any_source_"):
+        made[find_overload(f"c10d.{name}.default")] = _peer_handler(name, communicators, numbers)
+    for name in ("check_for_nan", "monitored_barrier_"):
+        made[find_overload(f"c10d.{name}.default")] = _silent
+    made.pop(None, None)
+    return made
 
 
-def finished(tensors: list[torch.Tensor]) -> Any:
-    """A ``Work`` that is done, and holds its results as NCCL's does: DDP's reducer reads them there."""
-    future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
-    future.set_result(tensors)
-    return torch._C._distributed_c10d._create_work_from_future(future).boxed()  # type: ignore[attr-defined]
+def _silent(mode: OpRunner, call: OpCall) -> Any:
+    """Nothing happens; gloo itself does what it is asked where it runs."""
+    if call.info.name != "c10d.check_for_nan" and not is_handle(_backend(call, call.args[0])):
+        return call.func(*call.args, **call.kwargs)
+    return None
 
 
-def _collective(name: str, copies: Callable[[tuple[Any, ...]], list[Pair]]) -> Any:
-    def handle(mode: OpRunner, call: OpCall) -> Any:
-        tensors = tensors_in(call.args)
-        backend = backend_of(call.args, tensors[0].device)
-        held = []
-        if name in _FLATTENED and isinstance(backend, FakeProcessGroup):
-            held = _flattened(mode, name, call.args[_FLATTENED[name]])
-        for target, source in copies(call.args):
-            copy(mode, target, source)
-        mode.meter.give_back(held, tensors[0].device.index or 0)
-        mode.meter.ops += 1
-        work = finished(tensors_in(call.args[0]))
-        returned = [str(result.type) for result in call.func._schema.returns]
-        if len(returned) == 1:
-            return work
-        return call.args[0], work
-
-    return handle
+_silent.on_host = True  # type: ignore[attr-defined]
 
 
-def _flattened(mode: OpRunner, name: str, lists: Any) -> list[Any]:
-    """Take the block into which a list of tensors is laid; none for a list of several sizes, or on the host."""
-    tensors = [tensor for tensor in tensors_in(lists) if type(tensor) is FakeTensor]
-    if not tensors or tensors[0].device.type != "cuda" or len({tensor.shape for tensor in tensors}) > 1:
-        return []
-    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    return mode.meter.temporary([size], tensors[0].device.index or 0, f"c10d.{name}")
-
-
-def backend_of(args: tuple[Any, ...], device: torch.device) -> Any:
+def _backend(call: OpCall, tensor: torch.Tensor) -> Any:
     """The backend that does a group's collectives of tensors on a device.
 
     Raises:
         RuntimeError: torch's own; the group has no such backend (a group of NCCL alone and CPU tensors).
     """
-    boxed = next(value for value in args if isinstance(value, torch.ScriptObject))
-    group = torch.distributed.ProcessGroup.unbox(boxed)
-    return group._get_backend(torch.device(device.type))
+    return group_in(call.args)._get_backend(torch.device(tensor.device.type))
 
 
-def _no_peer(mode: OpRunner, call: OpCall) -> Any:
-    raise ValueError(f"vramfit: {call.func} wants another rank, and this group has one")
+def _handler(
+    name: str, rule: Rule, communicators: Communicators, values: PeerValues, sizes: AskedSizes
+) -> Handler:
+    def handle(mode: OpRunner, call: OpCall) -> Any:
+        tensors = tensors_in(call.args)
+        backend = _backend(call, tensors[0])
+        handle_of_ours = is_handle(backend)
+        if not handle_of_ours and not any(type(tensor) is FakeTensor for tensor in tensors):
+            return call.func(*call.args, **call.kwargs)  # gloo itself, on tensors of the host
+        group = communicators.of(group_in(call.args))
+        if group.size > 1:
+            _tell_sizes(sizes, name, rule, call)
+        rule.move(values, group, call)
+        mode.meter.ops += 1
+        work = _on_card(mode, name, rule, communicators, group, call) if handle_of_ours else None
+        if work is None:
+            work = finished(tensors_in(call.args[rule.outputs]))
+        return work if len(call.func._schema.returns) == 1 else (call.args[rule.outputs], work)
+
+    handle.on_host = True  # type: ignore[attr-defined]
+    return handle
 
 
-def _nothing(mode: OpRunner, call: OpCall) -> None:
-    return None
+def _tell_sizes(sizes: AskedSizes, name: str, rule: Rule, call: OpCall) -> None:
+    if rule.kind is NcclCollective.ALL_TO_ALL and name == "alltoall_base_":
+        sizes.uneven(call.argument(4, "input_split_sizes", []))
+    elif (
+        rule.kind in (NcclCollective.ALL_REDUCE, NcclCollective.ALL_GATHER, NcclCollective.ALL_TO_ALL)
+        and name != "barrier"
+    ):
+        sizes.counts(rule.kind, tensors_in(call.args[rule.outputs]))
 
 
-def _same(mode: OpRunner, call: OpCall) -> Any:
-    """What came in: the op works in place, or waits."""
-    return call.args[0]
+def _on_card(
+    mode: OpRunner, name: str, rule: Rule, communicators: Communicators, group: Communicator, call: OpCall
+) -> Any:
+    """Take blocks and time on the card; the work of an asynchronous collective, None for others."""
+    whole = tensors_in(call.args[rule.whole])
+    tensors = tensors_in(call.args)
+    card = next((t for t in tensors if type(t) is FakeTensor and t.device.type == "cuda"), None)
+    if card is None:
+        return None
+    if mode.machine.init_pid is None:
+        torch.cuda._lazy_init()
+    device = card.device.index or 0
+    held = mode.meter.temporary(_blocks(name, rule, call), device, f"c10d.{name}")
+    nbytes = sum(tensor.numel() * tensor.element_size() for tensor in whole)
+    own = bool(call.by_name().get("async_op", True))
+    until, _ = communicators.run(group, rule.kind, nbytes, device, own_stream=own)
+
+    def let_go() -> None:
+        mode.meter.give_back(held, device)
+
+    if not own:
+        let_go()
+        return None
+    results = tensors_in(call.args[rule.outputs])
+    return communicators.work(group, device, until, results=results, tensors=tensors, let_go=let_go)
 
 
-def _copied(mode: OpRunner, call: OpCall) -> Any:
-    if isinstance(call.args[0], (list, tuple)):
-        return [_clone(mode, tensor) for tensor in call.args[0]]
-    return _clone(mode, call.args[0])
+def _blocks(name: str, rule: Rule, call: OpCall) -> list[int]:
+    """Bytes that torch takes for a collective. See NOTE [What a collective allocates]."""
+    if name == "barrier":
+        return [_FLOAT_BYTES]
+    if rule.flattened is None:
+        return []
+    tensors = [tensor for tensor in tensors_in(call.args[rule.flattened]) if type(tensor) is FakeTensor]
+    if not tensors or len({tensor.shape for tensor in tensors}) > 1:
+        return []
+    return [sum(tensor.numel() * tensor.element_size() for tensor in tensors)]
 
 
-def _clone(mode: OpRunner, tensor: torch.Tensor) -> Any:
-    return mode.run(mode.call(_CLONE, tensor, memory_format=torch.contiguous_format))
+def _peer_handler(name: str, communicators: Communicators, numbers: SentNumbers) -> Handler:
+    """What is sent from one rank to another, always on a stream of its own; a receiver waits when the program does."""
 
-
-def _into(mode: OpRunner, call: OpCall) -> Any:
-    """The tensor that the program gave for the result."""
-    copy(mode, call.kwargs["out"], call.args[0])
-    return call.kwargs["out"]
-
-
-_FUNCTIONAL: dict[str, Handler] = {
-    **dict.fromkeys(("wait_tensor", "all_reduce_", "all_reduce_coalesced_", "broadcast_"), _same),
-    **dict.fromkeys(("all_reduce", "all_reduce_coalesced", "broadcast", "all_to_all_single"), _copied),
-    **dict.fromkeys(("all_gather_into_tensor", "all_gather_into_tensor_coalesced"), _copied),
-    **dict.fromkeys(("reduce_scatter_tensor", "reduce_scatter_tensor_coalesced"), _copied),
-    **dict.fromkeys(("all_gather_into_tensor_out", "reduce_scatter_tensor_out"), _into),
-}
-
-
-def register() -> None:
-    """Put the rules of all collectives into the table; a repeated call changes nothing."""
-    rules = {f"c10d.{name}": _collective(name, copies) for name, copies in _COPIES.items()}
-    rules |= dict.fromkeys(("c10d.send", "c10d.recv_", "c10d.recv_any_source_"), _no_peer)
-    rules |= dict.fromkeys(("c10d.check_for_nan", "c10d.monitored_barrier_"), _nothing)
-    rules |= {f"_c10d_functional.{name}": handler for name, handler in _FUNCTIONAL.items()}
-    for name, handler in rules.items():
-        overload = find_overload(f"{name}.default")
-        if overload is None:
-            LATE[f"{name}.default"] = handler
+    def handle(mode: OpRunner, call: OpCall) -> Any:
+        tensors = tensors_in(call.args[0])
+        if not is_handle(_backend(call, tensors[0])) and type(tensors[0]) is not FakeTensor:
+            return call.func(*call.args, **call.kwargs)
+        group = communicators.of(group_in(call.args))
+        if group.size == 1:
+            raise ValueError(f"vramfit: {call.func} wants another rank, and this group has one")
+        mode.meter.ops += 1
+        let_go: Callable[[], object] = _held_nothing
+        peer = None if name == "recv_any_source_" else group.ranks[call.args[2]]
+        if name == "send":
+            numbers.send(group.name, group.ranks[call.args[2]], tensors)
+        elif name == "recv_":
+            let_go = numbers.receive(group.name, group.ranks[call.args[2]], tensors)
         else:
-            RULES[overload] = handler
+            numbers.forget(tensors)
+        card = tensors[0].device if tensors[0].device.type == "cuda" else None
+        if card is None:
+            return communicators.work(group, None, 0.0, results=tensors, tensors=tensors, let_go=let_go)
+        nbytes, device = sum(t.numel() * t.element_size() for t in tensors), card.index or 0
+        if peer is not None:
+            communicators.note_peer(group, peer, nbytes, sends=name == "send")
+        until, _ = communicators.run(group, NcclCollective.SEND_RECEIVE, nbytes, device, own_stream=True)
+        return communicators.work(group, device, until, results=tensors, tensors=tensors, let_go=let_go)
+
+    handle.on_host = True  # type: ignore[attr-defined]
+    return handle
 
 
-def install(mode: OpRunner, patches: PatchStack) -> None:
-    """Follow the bytes of every Python object that torch pickles for a collective, however large it is.
-
-    ``all_gather_object`` and the like pickle an object into a tensor of bytes, move that to the card, and unpickle
-    what comes back. The virtual card follows values of small tensors only, and a vocabulary is larger.
-    """
-    original: Callable[..., tuple[torch.Tensor, torch.Tensor]] = distributed_c10d._object_to_tensor
-
-    def object_to_tensor(obj: Any, device: Any, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        pickled, size = original(obj, torch.device("cpu"), *rest)
-        moved, moved_size = pickled.to(device), size.to(device)
-        if type(moved) is FakeTensor and mode.shadows.find(moved) is None:
-            mode.shadows.set(moved, pickled)
-        return moved, moved_size
-
-    patches.set(distributed_c10d, "_object_to_tensor", object_to_tensor)
+def _held_nothing() -> None:
+    pass

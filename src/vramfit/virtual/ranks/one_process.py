@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from vramfit.errors import UsageError
 from vramfit.patching import PatchStack
 from vramfit.virtual.op_runner import OpRunner
+from vramfit.virtual.ranks.rank_place import ALONE, PORT
 
 _ONE = (
     "Let it start one process (as it does where it asks torch.cuda.device_count() and there is one GPU, or by its own "
@@ -161,7 +162,7 @@ def alone(command: list[str], gpus: int) -> list[str]:
         raise UsageError(
             "torchrun --no-python starts a program that is not Python's", "Give its Python script itself"
         )
-    os.environ.update(_variables(options.master_addr or "127.0.0.1", options.master_port or 29500))
+    os.environ.update(ALONE.environment(options.master_addr or "127.0.0.1", options.master_port or PORT))
     script = [options.training_script, *options.training_script_args]
     return ["-m", *script] if options.module else script
 
@@ -169,7 +170,7 @@ def alone(command: list[str], gpus: int) -> list[str]:
 def _complete() -> None:
     """Add what is missing of torchrun's variables where the user set some of them for one process."""
     if os.environ.get("WORLD_SIZE") == "1" and os.environ.get("RANK") == "0":
-        for name, value in _variables("127.0.0.1", 29500).items():
+        for name, value in ALONE.environment().items():
             os.environ.setdefault(name, value)
 
 
@@ -179,25 +180,3 @@ def _torchrun_arguments(command: list[str]) -> list[str] | None:
     if command and Path(command[0]).name == "torchrun":
         return command[1:]
     return None
-
-
-def _variables(address: str, port: int) -> dict[str, str]:
-    """What torch/distributed/elastic/agent/server/local_elastic_agent.py sets for a worker."""
-    zero = (
-        "RANK",
-        "LOCAL_RANK",
-        "GROUP_RANK",
-        "ROLE_RANK",
-        "TORCHELASTIC_RESTART_COUNT",
-        "TORCHELASTIC_MAX_RESTARTS",
-    )
-    one = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE")
-    return {
-        **dict.fromkeys(zero, "0"),
-        **dict.fromkeys(one, "1"),
-        "ROLE_NAME": "default",
-        "MASTER_ADDR": address,
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_RUN_ID": "none",
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-    }

@@ -1,14 +1,15 @@
-"""Process groups of one rank: where its processes meet, the handle in NCCL's place, and what DDP and DTensor ask.
+"""Process groups: where processes meet, the handles in the place of NCCL and gloo, and what torch asks of them.
 
-The handle is torch's own ``FakeProcessGroup``, a backend in C++ that does nothing. It never gets a collective to do:
-rules answer those on a virtual card, and a CPU tensor finds no backend in a group of NCCL alone, as on a card.
+A handle is torch's own ``FakeProcessGroup``, a backend in C++ that does nothing. It never gets a collective to do:
+rules answer those (collectives.py), and a CPU tensor finds no backend in a group of NCCL alone, as on a card. In a
+world of one rank gloo is torch's own; in a larger one a handle stands for it too, for its peers are not there.
 """
 
 from __future__ import annotations
 
 import importlib
+import sys
 from datetime import timedelta
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -16,21 +17,17 @@ from torch import distributed
 from torch._C import _distributed_c10d
 from torch._C._distributed_c10d import FakeProcessGroup, HashStore, Logger
 from torch.distributed import distributed_c10d
-from torch.utils._python_dispatch import _disable_current_modes
 
 from vramfit.errors import UsageError
-from vramfit.patching import PatchStack, after_import
-from vramfit.virtual.describe import VirtualFakeMode
+from vramfit.patching import PatchStack
 from vramfit.virtual.op_runner import OpRunner
+from vramfit.virtual.ranks.communicators import Communicators
+from vramfit.virtual.ranks.rank_place import RankPlace
+from vramfit.virtual.ranks.rank_store import RankStore
 
 # torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp: kProcessGroupNCCLDefaultTimeout
 _TIMEOUT = timedelta(minutes=10)
 _UNSET = -(2**31)  # nccl.h: NCCL_CONFIG_UNDEF_INT
-
-UNCOUNTED = (
-    "what NCCL itself takes on the card is not counted: a group of one rank connects to nobody, and no figure for one "
-    "is known (groups of two and more took 0.5 to 1.6 GB on cards of others)"
-)
 
 
 class NcclConfig:
@@ -61,11 +58,31 @@ class NcclOptions:
         self.group_name = ""
 
 
+class Handles:
+    """Which handle stands for which backend, for ``isinstance(backend, ProcessGroupNCCL)``; keeps them alive."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[int, tuple[Any, type]] = {}
+
+    def make(self, kind: type, rank: int, size: int) -> Any:
+        """A handle that torch registers as a group's backend of that kind."""
+        handle = FakeProcessGroup._create_internal(rank, size)
+        self._kinds[id(handle)] = handle, kind
+        return handle
+
+    def is_of(self, backend: object, kind: type) -> bool:
+        """Whether a backend is a handle of that kind."""
+        known = self._kinds.get(id(backend))
+        return known is not None and known[1] is kind
+
+
 class _HandleClass(type):
-    """Calling the class gives a handle, and handles are its instances: ``isinstance(backend, ProcessGroupNCCL)``."""
+    """Calling the class gives a handle, and handles are its instances."""
+
+    handles: Handles
 
     def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, FakeProcessGroup)
+        return cls.handles.is_of(instance, cls)
 
 
 class ProcessGroupNCCL(metaclass=_HandleClass):
@@ -77,54 +94,68 @@ class ProcessGroupNCCL(metaclass=_HandleClass):
     NCCL_CTA_POLICY_EFFICIENCY = 1
     NCCL_CTA_POLICY_ZERO = 2
 
-    def __new__(cls, store: Any, rank: int, size: int, options: Any = None) -> Any:
-        """A handle that torch registers as the group's backend."""
-        return FakeProcessGroup._create_internal(rank, size)
+
+class ProcessGroupGloo(metaclass=_HandleClass):
+    """Stands for ``torch.distributed.ProcessGroupGloo`` where other ranks are not there."""
 
 
-def install(mode: OpRunner, patches: PatchStack) -> None:
+def install(mode: OpRunner, place: RankPlace, communicators: Communicators, patches: PatchStack) -> None:
     """Let the program make process groups, and DDP, FSDP and DTensor work in them."""
-    _patch_stores(patches)
-    _patch_nccl(mode, patches)
+    _patch_stores(mode, place, patches)
+    _patch_backends(mode, place, communicators, patches)
     _patch_splitting(patches)
     # DDP's own timings come from CUDA events in C++, which a CPU build lacks; they say nothing here. All else of its
     # reducer is C++ that runs as it is: its buckets and ``c10d::allreduce_`` come through the dispatcher.
     patches.set(Logger, "set_runtime_stats_and_log", lambda self: None)
-    _patch_meshes(patches)
+    _destroy_afterwards(communicators, patches)
 
 
-def refuse_more(world_size: int, rank: int) -> None:
-    """A virtual run is one process, which others could not reach.
+def check_world(world_size: int, rank: int, place: RankPlace) -> None:
+    """Make sure that a program means the rank that runs here.
 
     Raises:
-        UsageError: the group has more ranks than one.
+        UsageError: it is another rank, or of another world.
     """
-    if world_size > 1:
+    if (world_size, rank) == (place.world_size, place.rank):
+        return
+    if place.world_size == 1:
         raise UsageError(
-            f"this process is rank {rank} of {world_size}, and a virtual run is one process: the other ranks are "
+            f"this process is rank {rank} of {world_size}, and the virtual run is one process: the other ranks are "
             "not there",
-            "Run it with RANK=0 LOCAL_RANK=0 WORLD_SIZE=1: DDP's buckets and collectives are then those of one rank "
-            "(parameters and states that FSDP or ZeRO divide among ranks stay whole)",
+            f"Run it as that rank, VirtualGPU(..., rank={rank}, world_size={world_size}), or alone, with RANK=0 "
+            "LOCAL_RANK=0 WORLD_SIZE=1",
         )
+    raise UsageError(
+        f"the program joins as rank {rank} of {world_size}, and the virtual run is rank {place.rank} of "
+        f"{place.world_size}",
+        "Let it read RANK and WORLD_SIZE from its environment, as torchrun sets them, or give both the same",
+    )
 
 
-def _patch_stores(patches: PatchStack) -> None:
+def _patch_stores(mode: OpRunner, place: RankPlace, patches: PatchStack) -> None:
     """Give ``env://``, ``tcp://`` and ``file://`` a store of this process alone, after torch has read the address.
 
-    torch's TCPStore would open a port and its FileStore would leave a file; with one rank nobody else reads either.
+    torch's TCPStore would open a port and its FileStore would leave a file; nobody else reads either.
     """
 
-    def tcp_store(
-        hostname: str, port: int, rank: int, world_size: int, *args: Any, **kwargs: Any
-    ) -> HashStore:
+    kept: list[RankStore] = []  # C++ looks a store's methods up by its object, which it does not keep
+
+    def store() -> Any:
+        if place.world_size == 1:
+            return HashStore()
+        kept.append(RankStore(place))
+        return kept[-1]
+
+    def tcp_store(hostname: str, port: int, rank: int, world_size: int, *args: Any, **kwargs: Any) -> Any:
         if not 0 <= port < 2**16:  # as torch.distributed.rendezvous: _create_c10d_store
             raise ValueError(f"port must have value from 0 to 65535 but was {port}.")
-        refuse_more(world_size, rank)
-        return HashStore()
+        check_world(world_size, rank, place)
+        return store()
 
-    def file_store(path: str, world_size: int = -1) -> HashStore:
-        refuse_more(world_size, 0)
-        return HashStore()
+    def file_store(path: str, world_size: int = -1) -> Any:
+        if world_size not in (-1, place.world_size):
+            check_world(world_size, place.rank if place.rank < world_size else 0, place)
+        return store()
 
     # By its full name: the attribute `rendezvous` of torch.distributed is the function of that name.
     meeting = importlib.import_module("torch.distributed.rendezvous")
@@ -132,28 +163,50 @@ def _patch_stores(patches: PatchStack) -> None:
     patches.set(meeting, "FileStore", file_store)
     original = distributed_c10d._new_process_group_helper
 
-    def new_group(group_size: int, group_rank: int, *args: Any, **kwargs: Any) -> Any:
-        refuse_more(group_size, group_rank)  # also where the program brings a store of its own
-        return original(group_size, group_rank, *args, **kwargs)
+    def new_group(group_size: int, group_rank: int, global_ranks: Any, *args: Any, **kwargs: Any) -> Any:
+        if not global_ranks:  # the world; also where the program brings a store of its own
+            check_world(group_size, group_rank, place)
+            mode.machine.joined_world = True
+        return original(group_size, group_rank, global_ranks, *args, **kwargs)
 
     patches.set(distributed_c10d, "_new_process_group_helper", new_group)
+    if place.world_size > 1:
+        # Nobody else arrives (TORCH_DIST_INIT_BARRIER=1).
+        patches.set(distributed_c10d, "_store_based_barrier", lambda *args, **kwargs: None)
 
 
-def _patch_nccl(mode: OpRunner, patches: PatchStack) -> None:
-    """Let ``init_process_group("nccl")`` find a backend; a CUDA build's own is out of the way meanwhile."""
+def _patch_backends(
+    mode: OpRunner, place: RankPlace, communicators: Communicators, patches: PatchStack
+) -> None:
+    """Let ``init_process_group`` find its backends; a CUDA build's own NCCL is out of the way meanwhile."""
+    handles = Handles()
 
-    class Counted(ProcessGroupNCCL):
+    class Nccl(ProcessGroupNCCL):
         def __new__(cls, store: Any, rank: int, size: int, options: Any = None) -> Any:
             torch.cuda._lazy_init()
-            mode.machine.warn("nccl-uncounted", UNCOUNTED)
-            return super().__new__(cls, store, rank, size, options)
+            if getattr(options, "is_high_priority_stream", False):
+                communicators.urgent.add(options.group_name)
+            return handles.make(cls, rank, size)
 
-    Counted.__name__ = Counted.__qualname__ = "ProcessGroupNCCL"
+    class Gloo(ProcessGroupGloo):
+        def __new__(cls, store: Any, rank: int, size: int, timeout: Any = None) -> Any:
+            return handles.make(cls, rank, size)
+
+    Nccl.__name__ = Nccl.__qualname__ = "ProcessGroupNCCL"
+    Gloo.__name__ = Gloo.__qualname__ = "ProcessGroupGloo"
+    Nccl.handles = Gloo.handles = handles
     for module in (_distributed_c10d, distributed_c10d, distributed):
-        patches.set(module, "ProcessGroupNCCL", Counted)
+        patches.set(module, "ProcessGroupNCCL", Nccl)
+        if place.world_size > 1:
+            patches.set(module, "ProcessGroupGloo", Gloo)
     patches.set(distributed_c10d, "_NCCL_AVAILABLE", True)
     patches.set(distributed_c10d, "default_pg_nccl_timeout", _TIMEOUT)
-    # What torch asks of NCCL's backend and the handle lacks; each is a setting or a count that one rank never needs.
+    if place.world_size > 1:
+        # TORCH_DISTRIBUTED_DEBUG=DETAIL compares what ranks do, in C++ and through gloo.
+        patches.set(
+            distributed_c10d, "_create_process_group_wrapper", lambda wrapped_pg, **kwargs: wrapped_pg
+        )
+    # What torch asks of a backend and the handle lacks; each is a setting or a count that one rank never needs.
     answers = {
         "_set_sequence_number_for_group": lambda self: None,
         "_get_sequence_number_for_group": lambda self: 0,
@@ -171,7 +224,7 @@ def _patch_nccl(mode: OpRunner, patches: PatchStack) -> None:
 
 
 def _patch_splitting(patches: PatchStack) -> None:
-    """``split_group``: a subgroup of this rank. NCCL would split its communicator; the handle has none."""
+    """``split_group``: a subgroup of this rank's. NCCL would split its communicator; the handle has none."""
 
     def split_group(
         parent_pg: Any = None,
@@ -179,48 +232,37 @@ def _patch_splitting(patches: PatchStack) -> None:
         timeout: timedelta | None = None,
         pg_options: Any = None,
         group_desc: str | None = None,
-        **more: Any,
+        backend: Any = None,
     ) -> Any:
-        rank = distributed.get_rank()
+        if not split_ranks:  # as torch.distributed.distributed_c10d: split_group, also below
+            raise ValueError("split_ranks cannot be None or empty")
+        world = distributed_c10d._get_default_group()
+        if not world.bound_device_id:
+            raise RuntimeError(
+                "No device associated with the default pg, not safe to split any process groups"
+            )
+        numbers = distributed_c10d._world.pg_group_ranks[parent_pg or world]
+        of_world = {number: rank for rank, number in numbers.items()}
         mine = None
-        for ranks in split_ranks or []:
-            if rank in ranks:
-                mine = distributed.new_group(ranks, timeout=timeout, group_desc=group_desc)
+        for ranks in split_ranks:
+            members = [of_world[number] for number in ranks]
+            if distributed.get_rank() in members:
+                mine = distributed.new_group(
+                    members, timeout=timeout, pg_options=pg_options, group_desc=group_desc, backend=backend
+                )
         return mine
 
     patches.rebind([(distributed_c10d.split_group, split_group)])
 
 
-def _patch_meshes(patches: PatchStack) -> None:
-    """Keep from the mode how DTensor works out shapes, and show it which streams FSDP names."""
+def _destroy_afterwards(communicators: Communicators, patches: PatchStack) -> None:
+    """End the groups that a program leaves behind: their handles mean nothing once the patches are gone."""
+    patches.keep(sys, "excepthook")  # torch replaces it when a group is made
 
-    def propagate_apart(module: ModuleType) -> None:
-        """DTensor runs each op once on fake tensors of its own to learn the global shape: no work of the program."""
-        quiet = VirtualFakeMode()
-        patches.set(module, "FakeTensorMode", lambda: quiet)
-        if hasattr(module, "detect_fake_mode"):
-            patches.set(module, "detect_fake_mode", lambda *args, **kwargs: None)
-        inner = module.ShardingPropagator._propagate_tensor_meta_non_cached
+    def destroy() -> None:
+        if not before and distributed.is_initialized():
+            distributed.destroy_process_group()
+        communicators.forget()
 
-        def propagate(self: Any, schema: Any) -> Any:
-            with _disable_current_modes():
-                return inner(self, schema)
-
-        patches.set(module.ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate)
-
-    def seen_stream(module: ModuleType) -> None:
-        """FSDP1 names a stream below the dispatcher, where a CPU build has no kernel for it."""
-        if "_no_dispatch_record_stream" in vars(module):
-            patches.set(
-                module, "_no_dispatch_record_stream", lambda tensor, stream: tensor.record_stream(stream)
-            )
-
-    after_import(
-        {
-            "torch.distributed.tensor._sharding_prop": propagate_apart,
-            "torch.distributed.fsdp._common_utils": seen_stream,
-            "torch.distributed.fsdp._flat_param": seen_stream,
-            "torch.distributed.fsdp._runtime_utils": seen_stream,
-        },
-        patches,
-    )
+    before = distributed.is_initialized()
+    patches.call(destroy)

@@ -1,0 +1,192 @@
+"""The communicator behind each process group: where its ranks lie, its stream, and the works that it has pending."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import FakeProcessGroup
+from torch.distributed import ProcessGroup, distributed_c10d
+
+from vramfit.gpus.nccl.collective_times import NcclCollective, collective_seconds
+from vramfit.gpus.nccl.communicator_log import CommunicatorLog
+from vramfit.gpus.nccl.nccl_memory import NcclMemory, process_memory
+from vramfit.gpus.nccl.nccl_settings import NcclSettings
+from vramfit.gpus.nccl.node_types import usual_node
+from vramfit.virtual.machine import Machine
+from vramfit.virtual.ranks.rank_place import RankPlace
+from vramfit.virtual.ranks.works import Pending, PendingWork
+from vramfit.virtual.simulated_streams import HIGHEST_PRIORITY, LOWEST_PRIORITY, Engine
+from vramfit.virtual.torch_cuda.properties import release_for
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Communicator:
+    """What is known of one process group.
+
+    Attributes:
+        name: the group's.
+        ranks: numbers of its ranks in the world, in the group's order.
+        rank: this rank's number in the group.
+        urgent: its streams are of high priority.
+        streams: its stream on each card, made when it first runs there.
+        pending: works for which nobody has waited.
+        seconds: what each collective takes, by kind and bytes, once it was worked out.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    rank: int
+    urgent: bool = False
+    streams: dict[int, int] = field(default_factory=dict)
+    pending: Pending = field(default_factory=Pending)
+    seconds: dict[tuple[NcclCollective, int], float] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        """How many ranks it has."""
+        return len(self.ranks)
+
+
+class Communicators:
+    """The communicators of a run, by the name of the group.
+
+    Args:
+        machine: the virtual machine.
+        place: which rank of it runs here.
+    """
+
+    def __init__(self, machine: Machine, place: RankPlace) -> None:
+        self.machine = machine
+        self.place = place
+        self.urgent: set[str] = set()
+        self._known: dict[str, tuple[Any, Communicator]] = {}
+        self._log: CommunicatorLog | None = None
+
+    @property
+    def log(self) -> CommunicatorLog:
+        """What NCCL was asked for; its settings are those of the environment when it is first asked."""
+        if self._log is None:
+            card = self.machine.specs[0]
+            self._log = CommunicatorLog(
+                rank=self.place.rank,
+                per_node=self.place.ranks_per_node,
+                card=card,
+                node=usual_node(card),
+                settings=NcclSettings.from_environ(os.environ),
+                version=release_for(self.machine.torch_version, [card.compute_capability]).nccl,
+            )
+        return self._log
+
+    def note_peer(self, communicator: Communicator, peer: int, nbytes: int, *, sends: bool) -> None:
+        """Note that tensors go to a rank of the world, or come from it."""
+        note = self.log.send if sends else self.log.receive
+        note(communicator.name, communicator.ranks, peer, nbytes)
+
+    def nccl_memory(self) -> NcclMemory | None:
+        """What NCCL takes of this rank's card beside torch's allocator; None where nothing was asked of it."""
+        return None if self._log is None else process_memory(self._log.uses())
+
+    def forget(self) -> None:
+        """Let everything go that pending works hold, and forget all groups."""
+        for _, known in self._known.values():
+            known.pending.clear()
+        self._known.clear()
+
+    def of(self, group: ProcessGroup) -> Communicator:
+        """The communicator of a group."""
+        ranks = distributed_c10d._world.pg_group_ranks.get(group)
+        source, known = self._known.get(group.group_name, (None, None))
+        if known is None or source is not ranks:  # names come again once all groups were destroyed
+            members = tuple(ranks) if ranks else tuple(range(group.size()))
+            known = Communicator(
+                name=group.group_name,
+                ranks=members,
+                rank=group.rank(),
+                urgent=group.group_name in self.urgent,
+            )
+            self._known[group.group_name] = ranks, known
+        return known
+
+    def run(
+        self,
+        communicator: Communicator,
+        kind: NcclCollective,
+        nbytes: int,
+        device: int,
+        *,
+        own_stream: bool,
+    ) -> tuple[float, int]:
+        """Give a stream of a card a collective; returns when it is done, in microseconds, and the stream.
+
+        Args:
+            communicator: of the group.
+            kind: what NCCL is asked for.
+            nbytes: see `collective_seconds`.
+            device: index of the card.
+            own_stream: it runs on the group's stream, which waits for the program's current one first.
+        """
+        machine, clock = self.machine, self.machine.clock
+        stream = current = machine.current_stream(device)
+        communicator.pending.let_go(clock.reached(device, current))
+        if own_stream:
+            stream = self._stream(communicator, device)
+            clock.hold(device, stream, clock.reached(device, current))
+        if kind is not NcclCollective.SEND_RECEIVE:
+            self.log.collective(communicator.name, communicator.ranks, kind, nbytes)
+        seconds = communicator.seconds.get((kind, nbytes))
+        if seconds is None:
+            layout = self.log.layout(communicator.ranks)
+            seconds = communicator.seconds[kind, nbytes] = collective_seconds(kind, nbytes, layout)
+        clock.work(1e6 * seconds, device, stream, Engine.LINK)
+        return clock.reached(device, stream), stream
+
+    def _stream(self, communicator: Communicator, device: int) -> int:
+        if device not in communicator.streams:
+            priority = HIGHEST_PRIORITY if communicator.urgent else LOWEST_PRIORITY
+            communicator.streams[device] = self.machine.new_stream(device, priority)
+        return communicator.streams[device]
+
+    def work(
+        self,
+        communicator: Communicator,
+        device: int | None,
+        until: float,
+        *,
+        results: list[torch.Tensor],
+        tensors: list[torch.Tensor],
+        let_go: Callable[[], object],
+    ) -> Any:
+        """A boxed work on the group's own stream of a card, or on the host (None).
+
+        Args:
+            until: when it is done, in microseconds.
+            results: the tensors that it writes.
+            tensors: those that stay alive until somebody waits.
+            let_go: called then.
+        """
+
+        def wait(reached: float) -> None:
+            if device is not None:
+                self.machine.clock.hold(device, self.machine.current_stream(device), reached)
+
+        pending = communicator.pending
+        made = PendingWork(results, until, on_wait=wait, let_go=let_go, tensors=tensors, pending=pending)
+        pending.add(made)
+        return made.boxed()
+
+
+def group_in(args: tuple[Any, ...]) -> ProcessGroup:
+    """The process group among the arguments of a ``c10d`` op."""
+    for value in args:
+        if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
+            return ProcessGroup.unbox(value)
+    raise AssertionError("a collective without a group")
+
+
+def is_handle(backend: Any) -> bool:
+    """Whether a backend is ours: it does nothing, and rules answer for it."""
+    return isinstance(backend, FakeProcessGroup)

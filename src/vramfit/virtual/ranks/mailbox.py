@@ -1,0 +1,116 @@
+"""Python objects that ranks which run side by side hand one another, through files of a folder.
+
+Each rank is a process of its own. What one sends is written beside and renamed, so that a reader finds it whole; who
+receives it waits, and where nothing comes says for which rank it waits. Objects are pickled: the folder must belong to
+one run alone.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vramfit.errors import UsageError
+from vramfit.virtual.ranks.rank_place import RankPlace
+from vramfit.writing import write_file
+
+_PAUSE = 0.01  # seconds between two looks
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Expected:
+    """Something that another rank is to leave.
+
+    Attributes:
+        rank: the rank.
+        path: the file in which it comes.
+    """
+
+    rank: int
+    path: Path
+
+
+class Mailbox:
+    """The mailbox of one rank.
+
+    Args:
+        place: the rank, with the folder; without one nothing can be received.
+    """
+
+    def __init__(self, place: RankPlace) -> None:
+        self._place = place
+        self._folder = None if place.mailbox is None else Path(place.mailbox)
+        self._sent: Counter[tuple[str, int]] = Counter()
+        self._received: Counter[tuple[str, int]] = Counter()
+
+    @property
+    def open(self) -> bool:
+        """Whether other ranks run beside this one."""
+        return self._folder is not None
+
+    def send(self, group: str, rank: int, objects: list[Any]) -> None:
+        """Leave objects for a rank of the world; without a folder nobody reads them, and nothing happens.
+
+        Args:
+            group: the name of the process group.
+        """
+        if self._folder is None:
+            return
+        number = self._sent[group, rank]
+        self._sent[group, rank] += 1
+        content = pickle.dumps(objects)
+        path = self._path(group, self._place.rank, rank, number)
+        write_file(path, lambda stream: stream.write(content))
+
+    def receive(self, group: str, rank: int) -> list[Any]:
+        """The objects that a rank of the world leaves next; waits for them.
+
+        Raises:
+            UsageError: the rank does not run, or leaves none.
+        """
+        return self.take(self.expect(group, rank))
+
+    def expect(self, group: str, rank: int) -> Expected:
+        """Note that this rank will take what another leaves next.
+
+        Raises:
+            UsageError: the rank does not run.
+        """
+        place = self._place
+        if self._folder is None:
+            raise UsageError(
+                f"rank {place.rank} of {place.world_size} waits for an object from rank {rank}, which does not run",
+                "Run the ranks that exchange objects, such as the stages of a pipeline, side by side with one mailbox: "
+                "VirtualGPU(..., mailbox=FOLDER)",
+            )
+        number = self._received[group, rank]
+        self._received[group, rank] += 1
+        return Expected(rank=rank, path=self._path(group, rank, place.rank, number))
+
+    def take(self, expected: Expected) -> list[Any]:
+        """The objects that were expected; waits for them.
+
+        Raises:
+            UsageError: they do not come.
+        """
+        place = self._place
+        until = time.monotonic() + place.patience
+        while not expected.path.exists():
+            if time.monotonic() > until:
+                raise UsageError(
+                    f"rank {place.rank} of {place.world_size} has waited {place.patience:g} s for rank "
+                    f"{expected.rank}, which sent nothing",
+                    f"See whether rank {expected.rank} runs, with the mailbox {self._folder}, and how far it got",
+                )
+            time.sleep(_PAUSE)
+        objects: list[Any] = pickle.loads(expected.path.read_bytes())
+        return objects
+
+    def _path(self, group: str, sender: int, receiver: int, number: int) -> Path:
+        assert self._folder is not None
+        name = "".join(c if c.isalnum() else "-" for c in group)
+        return self._folder / f"{name}.{sender}.{receiver}.{number}"

@@ -1,0 +1,141 @@
+"""Python objects from other ranks: taken to equal this rank's, or read from the mailbox of ranks that run beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed import distributed_c10d as c10d
+
+from vramfit.patching import PatchStack
+from vramfit.virtual.op_runner import OpRunner
+from vramfit.virtual.ranks.mailbox import Mailbox
+from vramfit.virtual.ranks.rank_place import RankPlace
+
+
+def install(mode: OpRunner, place: RankPlace, mailbox: Mailbox, patches: PatchStack) -> None:
+    """Follow the bytes of objects that torch pickles, and give a rank those of the ranks that are not there."""
+    _follow_bytes(mode, patches)
+    if place.world_size > 1:
+        objects = RankObjects(mode, mailbox)
+        pairs = [
+            (c10d.broadcast_object_list, objects.broadcast),
+            (c10d.scatter_object_list, objects.scatter),
+            (c10d.send_object_list, objects.send),
+            (c10d.recv_object_list, objects.receive),
+        ]
+        patches.rebind(pairs)
+
+
+def _follow_bytes(mode: OpRunner, patches: PatchStack) -> None:
+    """Follow the bytes of every Python object that torch pickles for a collective, however large it is.
+
+    ``all_gather_object`` and the like pickle an object into a tensor of bytes, move that to the card, and unpickle
+    what comes back. The virtual card follows values of small tensors only, and a vocabulary is larger.
+    """
+    original: Callable[..., tuple[torch.Tensor, torch.Tensor]] = c10d._object_to_tensor
+
+    def object_to_tensor(obj: Any, device: Any, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        pickled, size = original(obj, torch.device("cpu"), *rest)
+        moved, moved_size = pickled.to(device), size.to(device)
+        if type(moved) is FakeTensor and mode.shadows.find(moved) is None:
+            mode.shadows.set(moved, pickled)
+        return moved, moved_size
+
+    patches.set(c10d, "_object_to_tensor", object_to_tensor)
+
+
+class RankObjects:
+    """``torch.distributed``'s functions for objects, as one rank without the others does them.
+
+    Each takes the memory that torch's own takes, by doing what it does with this rank's objects.
+    """
+
+    def __init__(self, mode: OpRunner, mailbox: Mailbox) -> None:
+        self._mode = mode
+        self._mailbox = mailbox
+        self._broadcast = c10d.broadcast_object_list
+        self._scatter = c10d.scatter_object_list
+        self._send = c10d.send_object_list
+
+    def broadcast(
+        self,
+        object_list: list[Any],
+        src: int | None = None,
+        group: Any = None,
+        device: Any = None,
+        group_src: int | None = None,
+    ) -> None:
+        """The list keeps what this rank put in."""
+        root = self._peer(group, src if group_src is not None else src or 0, group_src)
+        mine = c10d.get_rank()
+        if root != mine and any(value is None for value in object_list):
+            self._warn(f"broadcast_object_list of rank {root}'s objects", "stay as this rank gave them")
+        self._broadcast(object_list, src=mine, group=group, device=device)
+
+    def scatter(
+        self,
+        scatter_object_output_list: list[Any],
+        scatter_object_input_list: list[Any] | None = None,
+        src: int | None = None,
+        group: Any = None,
+        group_src: int | None = None,
+    ) -> None:
+        """The object is the one that this rank's own list has for it, if there is such a list."""
+        root = self._peer(group, src if group_src is not None else src or 0, group_src)
+        mine, number = c10d.get_rank(), c10d.get_rank(group)
+        if root != mine:
+            given = scatter_object_input_list or ()
+            if len(given) <= number or given[number] is None:
+                self._warn(f"scatter_object_list of rank {root}'s objects", "stay as this rank gave them")
+                scatter_object_input_list = [scatter_object_output_list[0]] * c10d.get_world_size(group)
+        self._scatter(scatter_object_output_list, scatter_object_input_list, src=mine, group=group)
+
+    def send(
+        self,
+        object_list: list[Any],
+        dst: int | None = None,
+        group: Any = None,
+        device: Any = None,
+        group_dst: int | None = None,
+        use_batch: bool = False,
+    ) -> None:
+        """Leave objects in the mailbox of a rank."""
+        self._send(object_list, dst, group, device, group_dst, use_batch)
+        self._mailbox.send(self._name(group), self._peer(group, dst, group_dst), object_list)
+
+    def receive(
+        self,
+        object_list: list[Any],
+        src: int | None = None,
+        group: Any = None,
+        device: Any = None,
+        group_src: int | None = None,
+        use_batch: bool = False,
+    ) -> int:
+        """Take the next objects that a rank has left; waits for them, and gives the rank's number."""
+        rank = self._peer(group, src, group_src)
+        object_list[:] = self._mailbox.receive(self._name(group), rank)
+        where = device or c10d._get_object_coll_device(group)
+        held = [
+            c10d._object_to_tensor(value, where, c10d._group_or_default_group(group)) for value in object_list
+        ]
+        del held
+        return rank
+
+    def _peer(self, group: Any, rank: int | None, number: int | None) -> int:
+        """The rank of the world that is meant by its number there or in the group."""
+        of = c10d._group_or_default_group(group)
+        return int(c10d._canonicalize_group_rank(of, rank, number, return_global=True))
+
+    def _name(self, group: Any) -> str:
+        return str(c10d._group_or_default_group(group).group_name)
+
+    def _warn(self, what: str, how: str) -> None:
+        self._mode.machine.warn(
+            "object-from-other-rank",
+            f"{what}: that rank does not run, and they {how}",
+            location=self._mode.guesses.location(),
+        )

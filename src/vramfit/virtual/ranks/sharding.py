@@ -1,0 +1,66 @@
+"""What DTensor and FSDP do beside the program's work, kept from the dispatch mode or shown to it."""
+
+from __future__ import annotations
+
+import functools
+import time
+from types import ModuleType
+from typing import Any
+
+from torch.utils._python_dispatch import _disable_current_modes
+
+from vramfit.patching import PatchStack, after_import
+from vramfit.virtual.describe import VirtualFakeMode
+
+
+def install(patches: PatchStack) -> None:
+    """Keep from the mode how DTensor works out shapes, and show it which streams FSDP names."""
+
+    def propagate_apart(module: ModuleType) -> None:
+        """DTensor runs each op once on fake tensors of its own to learn the global shape: no work of the program."""
+        quiet = VirtualFakeMode()
+        patches.set(module, "FakeTensorMode", lambda: quiet)
+        if hasattr(module, "detect_fake_mode"):
+            patches.set(module, "detect_fake_mode", lambda *args, **kwargs: None)
+        inner = module.ShardingPropagator._propagate_tensor_meta_non_cached
+
+        def propagate(self: Any, schema: Any) -> Any:
+            with _disable_current_modes():
+                return inner(self, schema)
+
+        patches.set(module.ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate)
+
+    run = time.monotonic_ns()
+
+    def own_mesh(module: ModuleType) -> None:
+        """Meshes of one run are no others' equals: DTensor keeps what it worked out by mesh, in each thread.
+
+        Another virtual GPU of this process may be another rank, with other groups under the same names.
+        """
+        mesh = module.DeviceMesh
+        original = mesh.__init__
+
+        @functools.wraps(original)
+        def init(self: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            self._thread_id = run  # part of what makes meshes equal, and of no other use
+
+        patches.set(mesh, "__init__", init)
+
+    def seen_stream(module: ModuleType) -> None:
+        """FSDP1 names a stream below the dispatcher, where a CPU build has no kernel for it."""
+        if "_no_dispatch_record_stream" in vars(module):
+            patches.set(
+                module, "_no_dispatch_record_stream", lambda tensor, stream: tensor.record_stream(stream)
+            )
+
+    after_import(
+        {
+            "torch.distributed.device_mesh": own_mesh,
+            "torch.distributed.tensor._sharding_prop": propagate_apart,
+            "torch.distributed.fsdp._common_utils": seen_stream,
+            "torch.distributed.fsdp._flat_param": seen_stream,
+            "torch.distributed.fsdp._runtime_utils": seen_stream,
+        },
+        patches,
+    )
