@@ -165,7 +165,7 @@ class VirtualGPU:
         self._history_start = 0
         self._metadata: list[tuple[int, str]] = []
         self._run: Run | None = None
-        self._communicators: Communicators | None = None
+        self.communicators: Communicators | None = None
         self._started = 0.0
         self.meter = self.meter_type(self._machine, self._builder)
         self.mode = VirtualMode(self._machine, self.meter, Workspaces(self._machine, self.meter))
@@ -228,7 +228,7 @@ class VirtualGPU:
             self._protect()
             torch_cuda.install(self._machine, self._patches)
             torch_patches.install(self.mode, self._patches)
-            self._communicators = ranks.install(self.mode, self.place, self._patches)
+            self.communicators = ranks.install(self.mode, self.place, self._patches)
             foreign.install(self.mode, self._patches)
         hooks = self._machine.hooks
         hooks.snapshot_provider = self._snapshot
@@ -434,7 +434,7 @@ class VirtualGPU:
                 f"the program was run as rank {self.place.rank} of {self.place.world_size} and never called "
                 "init_process_group: nothing was divided among ranks",
             )
-        nccl = None if self._communicators is None else self._communicators.nccl_memory()
+        nccl = None if self.communicators is None else self.communicators.nccl_memory()
         if nccl is not None and nccl.total.high:
             low, likely, high = (format_bytes(part) for part in astuple(nccl.total))
             self._machine.warn(

@@ -216,11 +216,6 @@ def test_more_ranks_are_refused_with_what_is_possible(
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=2)
 
 
-def test_what_nccl_takes_itself_is_said_not_to_be_counted(alone: VirtualGPU) -> None:
-    dist.init_process_group("nccl")
-    assert any(warning.code == "nccl-uncounted" for warning in alone.run.warnings)
-
-
 def test_scripted_functions_know_the_replaced_tensor_constructor(card: VirtualGPU) -> None:
     def constant(scale: float) -> torch.Tensor:
         return torch.tensor(scale)

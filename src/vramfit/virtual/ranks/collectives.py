@@ -22,6 +22,7 @@ from torch.distributed import ReduceOp
 
 from vramfit.capture.ops import tensors_in
 from vramfit.gpus.nccl.collective_times import NcclCollective
+from vramfit.gpus.nccl.communicator_log import COLLECTIVE_OF_OP
 from vramfit.virtual.fake_impls.registry import find_overload
 from vramfit.virtual.op_call import OpCall
 from vramfit.virtual.op_runner import Handler, OpRunner
@@ -45,14 +46,12 @@ class Rule:
 
     Attributes:
         move: what becomes of known values.
-        kind: what NCCL is asked for.
         outputs: position of the tensors that it writes.
         whole: position of the tensors that hold what all ranks hold together, or what one rank sends.
         flattened: position of the list that torch lays into one block; None without.
     """
 
     move: Move
-    kind: NcclCollective
     outputs: int = 0
     whole: int = 0
     flattened: int | None = None
@@ -124,26 +123,24 @@ def _scatter(values: PeerValues, group: Communicator, call: OpCall) -> None:
 
 
 RULES: dict[str, Rule] = {
-    "allreduce_": Rule(move=_reduce_all, kind=NcclCollective.ALL_REDUCE),
-    "allreduce_coalesced_": Rule(move=_reduce_all, kind=NcclCollective.ALL_REDUCE),
-    "broadcast_": Rule(move=_nothing, kind=NcclCollective.BROADCAST),
-    "reduce_": Rule(move=_reduce_to_root, kind=NcclCollective.REDUCE),
-    "barrier": Rule(move=_nothing, kind=NcclCollective.ALL_REDUCE),
-    "allgather_": Rule(move=_gather, kind=NcclCollective.ALL_GATHER, flattened=0),
-    "allgather_coalesced_": Rule(move=_gather_each, kind=NcclCollective.ALL_GATHER),
-    "_allgather_base_": Rule(move=_gather_whole, kind=NcclCollective.ALL_GATHER),
-    "allgather_into_tensor_coalesced_": Rule(move=_gather_whole, kind=NcclCollective.ALL_GATHER),
-    "reduce_scatter_": Rule(move=_reduce_scatter, kind=NcclCollective.REDUCE_SCATTER, whole=1, flattened=1),
-    "_reduce_scatter_base_": Rule(move=_reduce_scatter_whole, kind=NcclCollective.REDUCE_SCATTER, whole=1),
-    "reduce_scatter_tensor_coalesced_": Rule(
-        move=_reduce_scatter_whole, kind=NcclCollective.REDUCE_SCATTER, whole=1
-    ),
-    "alltoall_": Rule(move=_all_to_all_lists, kind=NcclCollective.ALL_TO_ALL, whole=1),
-    "alltoall_base_": Rule(move=_all_to_all, kind=NcclCollective.ALL_TO_ALL, whole=1),
-    "gather_": Rule(move=_gather, kind=NcclCollective.ALL_TO_ALL),
-    "scatter_": Rule(move=_scatter, kind=NcclCollective.ALL_TO_ALL, whole=1),
+    "allreduce_": Rule(move=_reduce_all),
+    "allreduce_coalesced_": Rule(move=_reduce_all),
+    "broadcast_": Rule(move=_nothing),
+    "reduce_": Rule(move=_reduce_to_root),
+    "barrier": Rule(move=_nothing),
+    "allgather_": Rule(move=_gather, flattened=0),
+    "allgather_coalesced_": Rule(move=_gather_each),
+    "_allgather_base_": Rule(move=_gather_whole),
+    "allgather_into_tensor_coalesced_": Rule(move=_gather_whole),
+    "reduce_scatter_": Rule(move=_reduce_scatter, whole=1, flattened=1),
+    "_reduce_scatter_base_": Rule(move=_reduce_scatter_whole, whole=1),
+    "reduce_scatter_tensor_coalesced_": Rule(move=_reduce_scatter_whole, whole=1),
+    "alltoall_": Rule(move=_all_to_all_lists, whole=1),
+    "alltoall_base_": Rule(move=_all_to_all, whole=1),
+    "gather_": Rule(move=_gather),
+    "scatter_": Rule(move=_scatter, whole=1),
 }
-"""By the name of the op."""
+"""By the name of the op; `COLLECTIVE_OF_OP` has what NCCL is asked for."""
 
 
 def reduction_in(args: tuple[Any, ...]) -> Any:
@@ -212,13 +209,10 @@ def _handler(
 
 
 def _tell_sizes(sizes: AskedSizes, name: str, rule: Rule, call: OpCall) -> None:
-    if rule.kind is NcclCollective.ALL_TO_ALL and name == "alltoall_base_":
+    if name == "alltoall_base_":
         sizes.uneven(call.argument(4, "input_split_sizes", []))
-    elif (
-        rule.kind in (NcclCollective.ALL_REDUCE, NcclCollective.ALL_GATHER, NcclCollective.ALL_TO_ALL)
-        and name != "barrier"
-    ):
-        sizes.counts(rule.kind, tensors_in(call.args[rule.outputs]))
+    elif COLLECTIVE_OF_OP[name] in _TELLING and name != "barrier":
+        sizes.counts(_ROOTED.get(name, COLLECTIVE_OF_OP[name].value), tensors_in(call.args[rule.outputs]))
 
 
 def _on_card(
@@ -236,7 +230,7 @@ def _on_card(
     held = mode.meter.temporary(_blocks(name, rule, call), device, f"c10d.{name}")
     nbytes = sum(tensor.numel() * tensor.element_size() for tensor in whole)
     own = bool(call.by_name().get("async_op", True))
-    until, _ = communicators.run(group, rule.kind, nbytes, device, own_stream=own)
+    until, _ = communicators.run(group, COLLECTIVE_OF_OP[name], nbytes, device, own_stream=own)
 
     def let_go() -> None:
         mode.meter.give_back(held, device)

@@ -1,0 +1,59 @@
+"""What NCCL takes of a rank's card: nothing before it is asked, then what its communicators need."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from vramfit.gpus import find_gpu
+from vramfit.gpus.nccl.collective_times import NcclCollective, collective_seconds
+from vramfit.gpus.nccl.communicator_log import CommunicatorLog
+from vramfit.gpus.nccl.nccl_memory import process_memory
+from vramfit.gpus.nccl.node_types import usual_node
+from vramfit.units import format_bytes
+from vramfit.virtual.gpu import VirtualGPU
+
+H100 = find_gpu("H100")
+ELEMENTS = 1 << 20
+
+
+def told(gpu: VirtualGPU) -> list[str]:
+    return [warning.message for warning in gpu.run.warnings if warning.code == "nccl-uncounted"]
+
+
+def test_a_group_that_asks_for_nothing_takes_nothing() -> None:
+    with VirtualGPU("H100", rank=3, world_size=16) as gpu:
+        dist.init_process_group("nccl")
+        torch.ones(8, device="cuda:3")
+    assert told(gpu) == []
+
+
+@pytest.mark.parametrize("channels", [None, "4"])
+def test_the_first_collective_makes_the_communicator(
+    monkeypatch: pytest.MonkeyPatch, channels: str | None
+) -> None:
+    """By the settings of the environment, and with the seconds of NCCL's own model."""
+    if channels is not None:
+        monkeypatch.setenv("NCCL_MAX_NCHANNELS", channels)
+    with VirtualGPU("H100", rank=3, world_size=16) as gpu:
+        dist.init_process_group("nccl")
+        values = torch.ones(ELEMENTS, device="cuda:3")
+        torch.cuda.synchronize(3)
+        start = gpu.mode.machine.clock.reached(3, 0)
+        dist.all_reduce(values)
+        torch.cuda.synchronize(3)
+        took = gpu.mode.machine.clock.reached(3, 0) - start
+        made = gpu.communicators
+        assert made is not None
+        log, taken = made.log, made.nccl_memory()
+    plain = CommunicatorLog(rank=3, per_node=8, card=H100, node=usual_node(H100), settings=log.settings)
+    plain.collective("all", tuple(range(16)), NcclCollective.ALL_REDUCE, 4 * ELEMENTS)
+    assert log.settings.max_channels == (None if channels is None else 4)
+    assert taken is not None and taken.total == process_memory(plain.uses()).total
+    assert (
+        1e6 * collective_seconds(NcclCollective.ALL_REDUCE, 4 * ELEMENTS, log.layout(tuple(range(16))))
+        <= took
+    )
+    (line,) = told(gpu)
+    assert f"about {format_bytes(taken.total.likely)} of the card" in line
