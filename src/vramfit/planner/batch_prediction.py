@@ -31,6 +31,7 @@ class BatchQuestion:
         optimizers: that the step steps; without their states, which the step makes.
         start: the size to begin with.
         most: the largest size that is of use.
+        steps: that must fit, one after the other: the first makes the optimizer's states.
     """
 
     step: Callable[[Any], Any]
@@ -39,6 +40,7 @@ class BatchQuestion:
     optimizers: Sequence[torch.optim.Optimizer]
     start: int
     most: int
+    steps: int = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,7 +118,8 @@ def largest_on(
             for other in asked.models[1:]:
                 other.to(state.device)
             for make in asked.make_batch:
-                asked.step(to_device(make(size), state.device))
+                for _ in range(asked.steps):
+                    asked.step(to_device(make(size), state.device))
 
         # Within the limit, since an allocator that is short gives cached segments back before it gives up.
         cost = own_step_cost(device, model, step, limit + outside[0] if outside else None)
