@@ -140,6 +140,7 @@ def _predicted(
         optimizers=subject.optimizers,
         start=settings.start,
         most=settings.most,
+        steps=settings.steps,
     )
     try:
         return predict_batch(question, subject.device, budget=limit, gpu=gpu).size
