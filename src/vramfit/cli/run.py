@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from vramfit.cli import options
 from vramfit.cli.printing import apart_from_json, check_outputs
-from vramfit.cli.program import check_source, program_command
+from vramfit.cli.program import check_source
+from vramfit.cli.ranks import PerNode, Rank, RankOptions, Ranks, WorldOptions, run_ranks, tell, world_of
+from vramfit.cli.ranks import exit_code as exit_code_of_ranks
 from vramfit.cli.where import DEFAULT_TOLERANCE, chosen, compare, read_reference, run_program, with_cudnn
 from vramfit.errors import UsageError
 from vramfit.launch.limits import limits_from
@@ -20,7 +22,10 @@ from vramfit.virtual.foreign.fake_kernels import KERNELS_VARIABLE
 
 if TYPE_CHECKING:
     from vramfit.analysis import Reconciliation, Verdict
+    from vramfit.cli.where import Reference
+    from vramfit.record.record_run import RecordedRun
     from vramfit.trace import Run
+    from vramfit.virtual.virtual_run import VirtualRun
 
 DOES_NOT_FIT = 3
 DIFFERS = 3
@@ -42,6 +47,9 @@ def run_command(
         ),
     ] = None,
     gpus: options.Gpus = 1,
+    ranks: Ranks = None,
+    per_node: PerNode = None,
+    rank: Rank = None,
     device: Annotated[
         str | None,
         typer.Option(
@@ -129,10 +137,15 @@ def run_command(
     With --gpu it runs on a virtual GPU and computes nothing. Without, it runs for real, recorded: on this machine's
     card, or with --device cpu on its CPU, whose tensors are then placed as a card's allocator would place them.
 
+    A program of several ranks is run with --ranks 8, or by its own command: -- torchrun --nproc-per-node 8 train.py,
+    accelerate launch, deepspeed. One rank of each kind runs, and the report is of the worst.
+
     The exit code is that of the program; 3 if it ran out of memory, or differs from --against by more than the
     tolerance; 2 if it could not be started as asked or a report could not be written after it ran.
     """
-    command = program_command(module, program or [])
+    command = world_of(
+        module, program or [], RankOptions(ranks=ranks, per_node=per_node, rank=rank, cards=gpus)
+    )
     where = chosen(
         gpu,
         gpus=gpus,
@@ -150,17 +163,15 @@ def run_command(
     outputs = _Outputs(json=json, trace=trace, snapshot=snapshot, report=report)
     outputs.check()
     reference = read_reference(against or [], against_device, tolerance)
+    where = replace(where, alloc_conf=alloc_conf, limits=limits, host_memory=host_memory)
+    if isinstance(command, WorldOptions):
+        _run_ranks(command, where, reference, outputs)
     check_source(command)
 
     journal = outputs.journal
     try:
         with apart_from_json(json):
-            run = run_program(
-                command,
-                replace(
-                    where, alloc_conf=alloc_conf, journal=journal, limits=limits, host_memory=host_memory
-                ),
-            )
+            run = run_program(command, replace(where, journal=journal))
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     found, misfit = compare(reference, run)
@@ -170,6 +181,31 @@ def run_command(
     if misfit is not None:
         raise misfit
     raise typer.Exit(exit_code(run, verdict, found))
+
+
+def _run_ranks(
+    world: WorldOptions,
+    where: VirtualRun | RecordedRun,
+    reference: Reference | None,
+    outputs: _Outputs,
+) -> NoReturn:
+    """Run ranks of a distributed program, tell of them, and end; the files are of the worst of them."""
+    from vramfit.virtual.virtual_run import VirtualRun
+
+    if not isinstance(where, VirtualRun):
+        raise UsageError("several ranks are run on virtual GPUs only", "Choose their card with --gpu NAME")
+    if reference is not None:
+        raise UsageError(
+            "--against compares one process, and this program has several ranks",
+            "Write the trace of one with --rank 0 --trace rank0.vft, and compare that: vramfit diff",
+        )
+    found = run_ranks(world, where, outputs.json)
+    try:
+        tell(found, outputs.json)
+    finally:
+        worst = found.decisive
+        _write(worst.run, worst.verdict, None, replace(outputs, json=None))
+    raise typer.Exit(exit_code_of_ranks(found))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

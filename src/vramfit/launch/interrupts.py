@@ -33,6 +33,7 @@ _NOTES = "signals"
 _SOON, _LOOK = 0.25, 0.01
 """Seconds within which an interrupt of the whole group is noted, and between two looks."""
 _KEPT = ContextVar("signals of the caller are kept", default=False)
+_GROUP: ContextVar[SignalGroup | None] = ContextVar("children that get the same signals", default=None)
 _WATCH = 0.1
 """Seconds between two looks at a child that is watched."""
 
@@ -173,6 +174,53 @@ def signals_kept() -> Iterator[None]:
         _KEPT.reset(token)
 
 
+class SignalGroup:
+    """Children of several threads, each of which waits for one: the main thread has their signals."""
+
+    def __init__(self) -> None:
+        self.interrupted = False
+        """Whether there was a signal."""
+        self._members: list[Signals] = []
+
+    @contextlib.contextmanager
+    def has(self, signals: Signals) -> Iterator[None]:
+        """Let a child be one of them."""
+        self._members.append(signals)
+        try:
+            yield
+        finally:
+            self._members.remove(signals)
+
+    def interrupt(self) -> None:
+        """Pass an interrupt on to all that do not get it too."""
+        self.interrupted = True
+        for signals in tuple(self._members):
+            if signals.child is not None:
+                signals.interrupt()
+
+    def terminate(self, number: int) -> None:
+        """Pass SIGTERM on to all."""
+        self.interrupted = True
+        for signals in tuple(self._members):
+            signals.terminated = number  # also where the child is only being started
+            if signals.child is not None:
+                signals.child.send_signal(number)
+
+
+@contextlib.contextmanager
+def passed_on_to_all() -> Iterator[SignalGroup]:
+    """Pass SIGINT and SIGTERM on to the children that other threads run meanwhile, in copies of this context."""
+    group = SignalGroup()
+    token = _GROUP.set(group)
+    with passed_on(Path()) as own:
+        own.interrupt = group.interrupt  # type: ignore[method-assign]
+        own.terminate = group.terminate  # type: ignore[method-assign]
+        try:
+            yield group
+        finally:
+            _GROUP.reset(token)
+
+
 @contextlib.contextmanager
 def passed_on(folder: Path) -> Iterator[Signals]:
     """Pass SIGINT and SIGTERM on to the child named inside; handlers of the user's own are left alone."""
@@ -187,7 +235,9 @@ def passed_on(folder: Path) -> Iterator[Signals]:
         signals.terminate(number)
 
     if _KEPT.get() or threading.current_thread() is not threading.main_thread():
-        yield signals
+        group = _GROUP.get()
+        with contextlib.nullcontext() if group is None else group.has(signals):
+            yield signals
         return
     before = signal.getsignal(signal.SIGINT), signal.signal(signal.SIGTERM, terminate)
     if before[0] is signal.default_int_handler:

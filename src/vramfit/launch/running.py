@@ -178,12 +178,22 @@ def _print_exception(error: BaseException) -> None:
     with contextlib.suppress(AttributeError, OSError, ValueError):  # closed, or on a full disk
         sys.stdout.flush()
     if sys.excepthook is not sys.__excepthook__:
-        sys.excepthook(type(error), error, trace)
+        trace = _without_ours(trace)
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
         return
     told = traceback.TracebackException(type(error), error, trace)
     _hide_ours(told, set())
     with contextlib.suppress(AttributeError, OSError, ValueError):
         sys.stderr.write("".join(told.format()))
+
+
+def _without_ours(trace: types.TracebackType | None) -> types.TracebackType | None:
+    """A traceback without our frames, for a hook that prints it itself, such as torch's in a process group."""
+    while trace is not None and _is_ours(trace.tb_frame.f_code.co_filename):
+        trace = trace.tb_next
+    if trace is not None:
+        trace.tb_next = _without_ours(trace.tb_next)
+    return trace
 
 
 def _hide_ours(told: traceback.TracebackException, seen: set[int]) -> None:

@@ -10,6 +10,7 @@ from vramfit.report.html import render_trace_html as render_trace_html
 from vramfit.report.html import write_page as write_page
 from vramfit.report.json_report import SCHEMA as SCHEMA
 from vramfit.report.perfetto import write_perfetto as write_perfetto
+from vramfit.report.ranks import RANKS_SCHEMA as RANKS_SCHEMA
 from vramfit.report.rendering import json_text as json_text
 from vramfit.report.rendering import print_report as print_report
 from vramfit.report.rendering import render as render

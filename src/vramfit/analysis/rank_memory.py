@@ -1,0 +1,261 @@
+"""What the ranks of a distributed program take, side by side: the worst of them and why, and the host of each node."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from vramfit.analysis._verdict import DeviceVerdict, Outcome, Verdict, verdict
+from vramfit.trace import Category, Run, RunWarning
+from vramfit.units import format_bytes
+
+NEVER_JOINED = "no-process-group"
+"""Code of the warning of a program that never makes a process group."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankSpan:
+    """Ranks that were not run, and are taken to be like one that was.
+
+    Attributes:
+        first, last: their numbers.
+        alike: both neighbours that ran are alike; False where they differ, and the larger stands for them.
+    """
+
+    first: int
+    last: int
+    alike: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankMemory:
+    """One rank that ran.
+
+    Attributes:
+        rank: its number.
+        node: of its node.
+        run: what it did.
+        verdict: whether it fits its card.
+        stands_for: the ranks that it stands for.
+        waited_for: it ran because another rank waited for it.
+    """
+
+    rank: int
+    node: int
+    run: Run
+    verdict: Verdict
+    stands_for: tuple[RankSpan, ...] = ()
+    waited_for: bool = False
+
+    @property
+    def card(self) -> DeviceVerdict:
+        """Its card."""
+        return self.verdict.device
+
+    @property
+    def count(self) -> int:
+        """How many ranks it tells of, with itself."""
+        return 1 + sum(span.last - span.first + 1 for span in self.stands_for)
+
+    @property
+    def needed(self) -> int:
+        """Bytes of a card that it takes, with the context; where it ran out, at least."""
+        return self.verdict.needed
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What makes ranks alike."""
+        card = self.card
+        parts = tuple(sorted((kind.name, size) for kind, size in card.breakdown.categories.items()))
+        return (
+            card.peak_allocated,
+            card.peak_reserved,
+            parts,
+            self.verdict.outcome,
+            self.run.host_pinned_peak_bytes,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeMemory:
+    """Host memory of nodes that are alike.
+
+    Attributes:
+        first, last: their numbers.
+        ranks: of each.
+        pinned: page-locked bytes that torch holds at most in all of a node's ranks, if all of them peak at once.
+    """
+
+    first: int
+    last: int
+    ranks: int
+    pinned: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorldMemory:
+    """A distributed program.
+
+    Attributes:
+        size: how many ranks it has.
+        per_node: on each node.
+        launcher: what was to start it; empty for vramfit's own options.
+        ranks: those that ran, by number.
+        worst: position of the one that decides.
+        why: what makes it the worst, or makes it not fit, in words.
+        nodes: host memory; empty where ranks of a node are unknown.
+    """
+
+    size: int
+    per_node: int
+    launcher: str
+    ranks: tuple[RankMemory, ...]
+    worst: int
+    why: tuple[str, ...]
+    nodes: tuple[NodeMemory, ...]
+
+    @property
+    def decisive(self) -> RankMemory:
+        """The worst rank."""
+        return self.ranks[self.worst]
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether every rank that ran fits its card; None where that is unknown."""
+        found = {rank.verdict.fits for rank in self.ranks}
+        return False if False in found else None if None in found else True
+
+    @property
+    def known(self) -> int:
+        """How many ranks the report tells of."""
+        return sum(rank.count for rank in self.ranks)
+
+    @property
+    def imbalance(self) -> float:
+        """Reserved bytes of the largest rank over the mean of all that are known; 1 where all are alike."""
+        total = sum(rank.card.peak_reserved * rank.count for rank in self.ranks)
+        most = max(rank.card.peak_reserved for rank in self.ranks)
+        return most * self.known / total if total else 1.0
+
+    @property
+    def joined(self) -> bool:
+        """Whether the program makes a process group."""
+        return self.size == 1 or not any(warning.code == NEVER_JOINED for warning in self.warnings)
+
+    @property
+    def warnings(self) -> tuple[RunWarning, ...]:
+        """The warnings of all ranks, each once."""
+        found = {
+            (one.code, one.message, one.location): one for rank in self.ranks for one in rank.run.warnings
+        }
+        return tuple(found.values())
+
+    @property
+    def failed(self) -> RankMemory | None:
+        """The first rank that failed for another reason than memory."""
+        return next((rank for rank in self.ranks if rank.verdict.outcome is Outcome.FAILED), None)
+
+
+def world_memory(
+    runs: Mapping[int, Run],
+    *,
+    size: int,
+    per_node: int,
+    launcher: str = "",
+    spans: Mapping[int, tuple[RankSpan, ...]] | None = None,
+    waited_for: tuple[int, ...] = (),
+) -> WorldMemory:
+    """Put the runs of ranks side by side.
+
+    Args:
+        runs: by rank; at least one.
+        size: ranks of the world.
+        per_node: ranks of a node.
+        launcher: the command that was to start them.
+        spans: which others each stands for.
+        waited_for: those that ran because another waited for them.
+    """
+    ranks = tuple(
+        RankMemory(
+            rank=rank,
+            node=rank // per_node,
+            run=run,
+            verdict=verdict(run),
+            stands_for=(spans or {}).get(rank, ()),
+            waited_for=rank in waited_for,
+        )
+        for rank, run in sorted(runs.items())
+    )
+    worst = max(range(len(ranks)), key=lambda at: (_badness(ranks[at]), -ranks[at].rank))
+    return WorldMemory(
+        size=size,
+        per_node=per_node,
+        launcher=launcher,
+        ranks=ranks,
+        worst=worst,
+        why=tuple(_reasons(ranks, worst)),
+        nodes=_nodes(ranks, size, per_node),
+    )
+
+
+def _badness(rank: RankMemory) -> tuple[bool, bool, int]:
+    """What makes a rank the worst: it does not fit, it failed, it takes the most."""
+    outcome = rank.verdict.outcome
+    return outcome is Outcome.DOES_NOT_FIT, outcome is Outcome.FAILED, rank.needed
+
+
+def _reasons(ranks: tuple[RankMemory, ...], worst: int) -> list[str]:
+    """Why the worst rank is the worst."""
+    most = ranks[worst]
+    if most.verdict.outcome is Outcome.FAILED:
+        return []
+    found = list(most.verdict.why)
+    others = [rank for rank in ranks if rank.kind != most.kind and rank.verdict.outcome is not Outcome.FAILED]
+    if not others:
+        return found or ([] if len(ranks) == 1 else ["all that ran are alike"])
+    least = min(others, key=lambda rank: rank.needed)
+    more = most.card.peak_allocated - least.card.peak_allocated
+    if most.card.breakdown.moment.row < 0 or least.run.ran_out or most.run.ran_out:
+        return found
+    parts = Counter(most.card.breakdown.categories)
+    parts.subtract(Counter(least.card.breakdown.categories))
+    grown = [(kind, size) for kind, size in parts.most_common() if size > 0][:3]
+    told = ", ".join(f"{format_bytes(size)} {_name(kind)}" for kind, size in grown)
+    if more > 0:
+        found.append(
+            f"at its peak rank {most.rank} holds {format_bytes(more)} more than rank {least.rank}"
+            + (f": {told}" if told else "")
+        )
+    else:
+        apart = most.card.peak_reserved - least.card.peak_reserved
+        found.append(
+            f"rank {most.rank} reserves {format_bytes(apart)} more than rank {least.rank}, and holds no more"
+        )
+    return found
+
+
+def _name(kind: Category) -> str:
+    return kind.name.lower().replace("_", " ")
+
+
+def _nodes(ranks: tuple[RankMemory, ...], size: int, per_node: int) -> tuple[NodeMemory, ...]:
+    """Host memory of each node whose ranks are all known; neighbours that are alike as one."""
+    pinned: dict[int, int] = {}
+    for rank in ranks:
+        own = rank.run.host_pinned_peak_bytes
+        pinned[rank.rank] = own
+        for span in rank.stands_for:
+            pinned.update(dict.fromkeys(range(span.first, span.last + 1), own))
+    found: list[NodeMemory] = []
+    for node in range(-(-size // per_node)):
+        members = range(node * per_node, min((node + 1) * per_node, size))
+        if any(member not in pinned for member in members):
+            continue
+        total = sum(pinned[member] for member in members)
+        last = found[-1] if found else None
+        if last is not None and (last.last, last.ranks, last.pinned) == (node - 1, len(members), total):
+            found[-1] = NodeMemory(first=last.first, last=node, ranks=len(members), pinned=total)
+        else:
+            found.append(NodeMemory(first=node, last=node, ranks=len(members), pinned=total))
+    return tuple(found)

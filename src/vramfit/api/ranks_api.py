@@ -1,0 +1,259 @@
+"""Ranks of a distributed program, from Python: those that differ run on virtual GPUs, and are told side by side."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from vramfit.analysis.rank_memory import RankSpan, WorldMemory, world_memory
+from vramfit.api.programs import Report
+from vramfit.arguments import call_argument, path_argument, paths_argument, text_argument, whole_argument
+from vramfit.cudnn.asker import wanted_cudnn
+from vramfit.cudnn.found_library import NONE
+from vramfit.errors import UsageError
+from vramfit.files import Writes
+from vramfit.gpus import GpuSpec, find_gpu
+from vramfit.launch.limits import limits_from
+from vramfit.report import json_text, print_report, render, to_json
+from vramfit.trace import Run
+from vramfit.virtual.data_dependent.assume import assumption
+from vramfit.virtual.ranks.rank_place import MOST_RANKS, PER_NODE
+from vramfit.virtual.virtual_run import VirtualRun
+from vramfit.virtual.worlds.rank_choice import ChoiceKind, rank_choice, standings
+from vramfit.virtual.worlds.world_run import World, WorldRun, kind_of, run_world
+
+Program = str | os.PathLike[str] | Callable[..., object]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorldReport:
+    """What ranks of a distributed program take; `run_ranks` makes it.
+
+    Attributes:
+        memory: what was found, rank by rank.
+    """
+
+    memory: WorldMemory
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether every rank that ran fits its card; None when that is unknown."""
+        return self.memory.fits
+
+    @property
+    def worst(self) -> int:
+        """The number of the rank that decides."""
+        return self.memory.decisive.rank
+
+    @property
+    def reports(self) -> dict[int, Report]:
+        """The report of each rank that ran, by its number."""
+        return {rank.rank: Report(run=rank.run, verdict=rank.verdict) for rank in self.memory.ranks}
+
+    @property
+    def peak_allocated_bytes(self) -> int:
+        """Most bytes that tensors held at once on the card of the worst rank."""
+        return self.memory.decisive.card.peak_allocated
+
+    @property
+    def peak_reserved_bytes(self) -> int:
+        """Most bytes that torch's allocator held at once on the card of the worst rank."""
+        return self.memory.decisive.card.peak_reserved
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as ``vramfit run --ranks N --json`` writes it."""
+        return to_json(self.memory)
+
+    def to_json(self) -> str:
+        """The same as text."""
+        return json_text(self.memory)
+
+    def print(self) -> None:
+        """Print the ranks side by side, as ``vramfit run --ranks N`` does."""
+        from vramfit.console import SafeConsole
+
+        with SafeConsole(force_jupyter=False) as console:
+            print_report(self.memory, console=console, root=Path.cwd())
+
+    def __repr__(self) -> str:
+        return f"<WorldReport: {render(self.memory, width=10_000).splitlines()[0][2:]}>"
+
+    def __str__(self) -> str:
+        """The report as plain text."""
+        return render(self.memory)
+
+
+def memory_of(found: WorldRun, launcher: str = "") -> WorldMemory:
+    """Put ranks that ran side by side, with those for which they stand."""
+    spans: dict[int, list[RankSpan]] = {}
+    if found.choice.kind is ChoiceKind.AUTO:
+        kinds = {rank: kind_of(run) for rank, run in found.runs.items()}
+        for one in standings(kinds, lambda rank: _reserved(found.runs[rank])):
+            spans.setdefault(one.rank, []).append(RankSpan(first=one.first, last=one.last, alike=one.alike))
+    return world_memory(
+        {rank: _of_its_card(run) for rank, run in found.runs.items()},
+        size=found.world.size,
+        per_node=found.world.per_node,
+        launcher=launcher,
+        spans={rank: tuple(given) for rank, given in spans.items()},
+        waited_for=found.waited_for,
+    )
+
+
+def _reserved(run: Run) -> int:
+    return max((device.peak_reserved_bytes for device in run.devices), default=0)
+
+
+def _of_its_card(run: Run) -> Run:
+    """A run without the cards of its node that it does not touch."""
+    used = tuple(device for device in run.devices if device.context_bytes or device.peak_reserved_bytes)
+    return replace(run, devices=used or run.devices[:1])
+
+
+def run_ranks(
+    program: Program,
+    *arguments: Any,
+    gpu: str | os.PathLike[str] | GpuSpec,
+    world_size: int,
+    ranks: str | int | Sequence[int] = "auto",
+    per_node: int | None = None,
+    module: bool = False,
+    alloc_conf: str | None = None,
+    environ: Mapping[str, str] | None = None,
+    cwd: str | os.PathLike[str] | None = None,
+    assume: str = "upper",
+    profile: str | os.PathLike[str] = "auto",
+    cudnn: str | os.PathLike[str] | None = None,
+    steps: int | str | None = None,
+    time: str | float | None = None,
+    writes: str | None = None,
+    writes_through: Sequence[str | os.PathLike[str]] = (),
+    progress: Callable[[str], object] | None = None,
+) -> WorldReport:
+    """Run ranks of a distributed program on virtual GPUs, each in a process of its own, and find the worst.
+
+    The program finds RANK, WORLD_SIZE and the other variables of torchrun, and joins by ``init_process_group`` as on
+    cards; nothing is sent. docs/parallel.md tells which values of other ranks are assumed.
+
+    >>> _ = Path("ddp.py").write_text('''
+    ... import os, torch, torch.distributed as dist
+    ... dist.init_process_group("nccl")
+    ... device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    ... model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4096, 4096).to(device))
+    ... model(torch.ones(8, 4096, device=device)).sum().backward()
+    ... ''')
+    >>> found = vramfit.run_ranks("ddp.py", gpu="H100", world_size=8)
+    >>> found.fits, found.worst, sorted(found.reports)
+    (True, 0, [0, 7])
+
+    Args:
+        program: a script, the name of a module with ``module=True``, or a function of a module or script, which is
+            called in each rank's process.
+        arguments: the program's own; a function may be given any that can be pickled.
+        gpu: a card's name, a size (``"24GiB"``), a TOML file or a `GpuSpec`.
+        world_size: how many ranks the program has.
+        ranks: those that run: ``"auto"`` (one of each kind), ``"all"``, a number, or several.
+        per_node: ranks of a node; 8, or as many as there are.
+        module: run ``program`` as ``python -m`` does.
+        alloc_conf, environ, cwd, assume, profile, cudnn, steps, time, writes, writes_through: as for `run`.
+        progress: called with a line before each rank.
+
+    Raises:
+        UnknownGpuError: no such card.
+        UsageError: no such program, rank or world.
+        EnvironmentUnfitError: this torch cannot carry the virtual GPU.
+    """
+    size = whole_argument("world_size", world_size, least=1, most=MOST_RANKS)
+    node = min(PER_NODE, size) if per_node is None else whole_argument("per_node", per_node, least=1)
+    world, choice = World(size=size, per_node=node), rank_choice(ranks, size)
+    folder = None if cwd is None else Path(path_argument("cwd", cwd))
+    if alloc_conf is not None:
+        text_argument("alloc_conf", alloc_conf)
+    where = VirtualRun(
+        gpu=find_gpu(gpu),
+        assume=assumption(assume).value,
+        profile=profile,
+        cudnn=wanted_cudnn(cudnn) or NONE,
+        writes=Writes.DISCARD if writes is None else writes,
+        through=paths_argument("writes_through", writes_through),
+        alloc_conf=alloc_conf,
+        environ=None if environ is None else dict(environ),
+        cwd=folder,
+        limits=limits_from(steps, time),
+    )
+    told = None if progress is None else call_argument("progress", progress)
+    with ExitStack() as stack:
+        if callable(program):
+            made = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="vramfit-function-")))
+            command = [str(_script_of(program, arguments, made))]
+        else:
+            command = _command(program, arguments, folder, "-m" if module else "")
+        return WorldReport(memory=memory_of(run_world(lambda _: command, where, world, choice, told)))
+
+
+def _command(program: object, arguments: Sequence[object], folder: Path | None, option: str) -> list[str]:
+    """What python would be given."""
+    name = path_argument("program", program)
+    own = [path_argument(f"arguments[{at}]", one) for at, one in enumerate(arguments)]
+    if option:
+        return [option, name, *own]
+    if not (Path(folder or ".") / name).is_file():
+        raise UsageError(
+            f"there is no script {name}", "Give the path of a Python file, a function, or module=True"
+        )
+    return [name, *own]
+
+
+def _script_of(function: Callable[..., object], arguments: Sequence[object], folder: Path) -> Path:
+    """A script that calls a function, found again by its module or by the file of the program that defines it.
+
+    Raises:
+        UsageError: it can be found by neither, or its arguments cannot be pickled.
+    """
+    name, home = getattr(function, "__qualname__", ""), getattr(function, "__module__", None)
+    if not name or "<" in name or home is None:
+        raise UsageError(
+            f"{name or function!r} cannot be found from another process",
+            "Give a function at the top of a file, or a script",
+        )
+    source = getattr(getattr(function, "__code__", None), "co_filename", "")
+    if home == "__main__" and not Path(source).is_file():
+        raise UsageError(
+            f"{name} is of no file: a notebook's functions cannot be found from another process",
+            "Write it into a file, and import it from there",
+        )
+    try:
+        given = pickle.dumps(tuple(arguments))
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise UsageError(
+            f"the arguments of {name} cannot be pickled: {error}", "Make them in the function"
+        ) from None
+    path = os.path.abspath(source)
+    found = (
+        f"runpy.run_path({path!r}, run_name='__ranks__')"
+        if home == "__main__"
+        else f"vars(importlib.import_module({home!r}))"
+    )
+    first, *rest = name.split(".")
+    script = folder / "ranks_function.py"
+    script.write_text(
+        "import functools, importlib, pickle, runpy, sys\\n"
+        f"sys.path[:0] = {[os.path.dirname(path), *_search_path()]!r}\\n"
+        f"function = functools.reduce(getattr, {rest!r}, {found}[{first!r}])\\n"
+        f"function(*pickle.loads({given!r}))\\n".replace("\\\\n", "\\n"),
+        encoding="utf-8",
+    )
+    return script
+
+
+def _search_path() -> list[str]:
+    """Where this process finds modules."""
+    import sys
+
+    return [os.path.abspath(entry) for entry in sys.path]

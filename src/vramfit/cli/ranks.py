@@ -1,0 +1,190 @@
+"""Ranks of a distributed program on the command line: what starts them, which run, and what is told of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from vramfit.cli.printing import STANDARD_OUTPUT, apart_from_json, write_document
+from vramfit.cli.program import check_source, program_command
+from vramfit.errors import UsageError
+
+if TYPE_CHECKING:
+    from vramfit.analysis.rank_memory import WorldMemory
+    from vramfit.virtual.virtual_run import VirtualRun
+    from vramfit.virtual.worlds.launchers import Launched
+    from vramfit.virtual.worlds.rank_choice import RankChoice
+    from vramfit.virtual.worlds.world_run import World
+
+DOES_NOT_FIT = 3
+PANEL = "Several cards"
+
+Ranks = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        min=1,
+        help="Run it as a program of N ranks, one on each card, as torchrun would start it.",
+        rich_help_panel=PANEL,
+    ),
+]
+PerNode = Annotated[
+    int | None,
+    typer.Option(metavar="N", min=1, help="Ranks of a node.", show_default="8", rich_help_panel=PANEL),
+]
+Rank = Annotated[
+    str | None,
+    typer.Option(
+        metavar="auto|all|0,7",
+        help="Which ranks run: one of each kind, all, or those named.",
+        show_default="auto",
+        rich_help_panel=PANEL,
+    ),
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankOptions:
+    """What the options say.
+
+    Attributes:
+        ranks: how many there are; None where a launcher's command says it, or there is one.
+        per_node: of a node.
+        rank: which run.
+        cards: what ``--gpus`` says.
+    """
+
+    ranks: int | None
+    per_node: int | None
+    rank: str | None
+    cards: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorldOptions:
+    """A program of several ranks.
+
+    Attributes:
+        launched: what starts it.
+        world: the ranks.
+        choice: those that run.
+        launcher: the command's name, empty for our own options.
+    """
+
+    launched: Launched
+    world: World
+    choice: RankChoice
+    launcher: str
+
+
+def world_of(module: str | None, program: Sequence[str], given: RankOptions) -> WorldOptions | list[str]:
+    """The ranks of a program; of one without, what python would be given.
+
+    Raises:
+        UsageError: there is no such program, world or rank.
+    """
+    from vramfit.virtual.ranks.rank_place import PER_NODE
+    from vramfit.virtual.worlds.launchers import Launched, launched, without_python
+    from vramfit.virtual.worlds.rank_choice import rank_choice
+    from vramfit.virtual.worlds.world_run import World
+
+    written = [*(() if module is None else ("-m", module)), *program]
+    cards = given.per_node or given.cards
+    started = launched(written, cards)
+    if started is None:
+        words = without_python(written)
+        command = (
+            program_command(words[1], words[2:]) if words[:1] == ["-m"] else program_command(None, words)
+        )
+        if given.ranks is None:
+            for option, value in (("--rank", given.rank), ("--per-node", given.per_node)):
+                if value is not None:
+                    raise UsageError(
+                        f"{option} is for a program of several ranks", "Say how many there are: --ranks 8"
+                    )
+            return command
+        per_node = given.per_node or min(PER_NODE, given.ranks)
+        world = World(size=given.ranks, per_node=per_node)
+        started = Launched(
+            launcher="", program=tuple(command), per_node=min(per_node, world.size), nodes=world.nodes
+        )
+    else:
+        if given.ranks is not None and given.ranks != started.size:
+            raise UsageError(
+                f"--ranks is {given.ranks}, and {started.launcher} starts {started.size}",
+                "Leave --ranks out, or change the number of processes",
+            )
+        _check_program(started)
+        if started.size == 1 and started.launcher == "torchrun" and given.rank is None:
+            return (
+                written
+                if module is not None
+                else ["-m", "torch.distributed.run", *without_python(written)[1:]]
+            )
+        world = World(size=started.size, per_node=started.per_node)
+    return WorldOptions(
+        launched=started,
+        world=world,
+        choice=rank_choice(given.rank or "auto", world.size),
+        launcher=started.launcher,
+    )
+
+
+def _check_program(started: Launched) -> None:
+    words = list(started.program)
+    command = program_command(words[1], words[2:]) if words[0] == "-m" else program_command(None, words)
+    check_source(command)
+
+
+def run_ranks(options: WorldOptions, where: VirtualRun, json: Path | None = None) -> WorldMemory:
+    """Run the chosen ranks, and put them side by side.
+
+    Raises:
+        UsageError, VramfitError: as from a run.
+        typer.Exit: it was interrupted before the program ran.
+    """
+    from vramfit.api.ranks_api import memory_of
+    from vramfit.virtual.worlds.world_run import run_world
+
+    where = replace(where, environ={**(where.environ or {}), **options.launched.environ})
+    try:
+        with apart_from_json(json):
+            found = run_world(
+                options.launched.command,
+                where,
+                options.world,
+                options.choice,
+                progress=lambda text: typer.echo(f"vramfit: {text}", err=True),
+            )
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    return memory_of(found, options.launcher)
+
+
+def exit_code(found: WorldMemory) -> int:
+    """The exit code of ranks: 3 if the worst does not fit, else that of the first that failed."""
+    from vramfit.cli.run import exit_code as of_one
+
+    codes = [of_one(rank.run, rank.verdict) for rank in (found.decisive, *found.ranks)]
+    return next((code for code in codes if code), 0)
+
+
+def tell(found: WorldMemory, json: Path | None) -> None:
+    """Print the ranks and then the worst of them as a run of its own; write the JSON that was asked for."""
+    from vramfit.console import SafeConsole
+    from vramfit.report import print_report, to_json
+
+    if json is not None:
+        write_document(json, to_json(found))
+    if json == STANDARD_OUTPUT:
+        return
+    console = SafeConsole()
+    print_report(found, console=console, root=Path.cwd())
+    worst = found.decisive
+    console.print(f"\nRank {worst.rank} by itself\n", highlight=False)
+    alone = replace(worst.run, warnings=())  # they are above
+    print_report(alone, worst.verdict, console=console, root=Path.cwd())

@@ -1,0 +1,291 @@
+"""Ranks of a distributed program side by side: in the terminal and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.text import Text
+
+from vramfit.analysis import NAMES, Outcome
+from vramfit.analysis.rank_memory import NEVER_JOINED, RankMemory, WorldMemory
+from vramfit.plain import to_plain
+from vramfit.report.folding import broken, table
+from vramfit.report.rendering import json_values, printed_as_page, to_json
+from vramfit.report.sections import Sections
+from vramfit.report.text import elide_right, exit_words
+from vramfit.trace import Category
+from vramfit.units import counted, format_bytes
+
+RANKS_SCHEMA = "vramfit.ranks/1"
+
+_EVEN = 1.02
+"""What the largest rank may take of the mean without a word."""
+_ERROR = 300
+_SHOWN = 6
+"""Warnings that are shown."""
+_HEADS = {Category.OPTIMIZER_STATE: "optimizer"}
+_WORDS = {
+    Outcome.FITS: "fits",
+    Outcome.DOES_NOT_FIT: "does not",
+    Outcome.FAILED: "failed",
+    Outcome.FITS_SO_FAR: "so far",
+    Outcome.UNUSED: "no card",
+    Outcome.UNKNOWN: "unknown",
+}
+
+
+@printed_as_page(WorldMemory)
+class _WorldReport(Sections):
+    """The report for one width."""
+
+    def __init__(self, width: int, root: Path | None) -> None:
+        super().__init__(width, root)
+
+    def lines(self, found: WorldMemory) -> Iterator[Text]:
+        """The verdict, the ranks, the hosts, and what limits the answer."""
+        yield from broken(_verdict(found), self.width)
+        for reason in found.why:
+            yield from broken(Text(f"  {reason}"), self.width, indent=4)
+        if not found.joined:
+            yield from broken(
+                Text(
+                    "  ! the program never calls init_process_group: each rank does all of the work by itself",
+                    style="bold yellow",
+                ),
+                self.width,
+                indent=4,
+            )
+        yield Text()
+        yield self.heading("Ranks")
+        yield from self._ranks(found)
+        yield from self._standing(found)
+        yield from self._hosts(found)
+        yield from self._warnings(found)
+
+    def _ranks(self, found: WorldMemory) -> Iterator[Text]:
+        """Ranks that are alike in a row, and where their bytes are."""
+        shown = _rows(found)
+        styles = ["bold" if found.decisive in row.ranks else "" for row in shown]
+        rows = [
+            [
+                Text(row.name, style=style),
+                Text(_WORDS[row.first.verdict.outcome], style="" if row.first.verdict.fits else "red"),
+                Text(format_bytes(row.first.needed)),
+                Text(format_bytes(row.first.card.peak_reserved)),
+                Text(format_bytes(row.first.card.peak_allocated)),
+            ]
+            for row, style in zip(shown, styles, strict=True)
+        ]
+        yield from table(("rank", "", "total", "reserved", "allocated"), rows, self.width)
+        kinds = [kind for kind in NAMES if any(_part(row.first, kind) for row in shown)]
+        if kinds:
+            yield Text()
+            yield self.heading("Where it is allocated at each one's peak")
+            parts = [
+                [Text(row.name, style=style), *(Text(format_bytes(_part(row.first, kind))) for kind in kinds)]
+                for row, style in zip(shown, styles, strict=True)
+            ]
+            yield from table(("rank", *(_HEADS.get(kind, NAMES[kind]) for kind in kinds)), parts, self.width)
+
+    def _standing(self, found: WorldMemory) -> Iterator[Text]:
+        """Which ranks ran, and what is taken of the others."""
+        notes = []
+        if len(found.ranks) < found.size:
+            notes.append(f"ran: {_numbers(found.ranks)}")
+        waited = tuple(rank for rank in found.ranks if rank.waited_for)
+        if waited:
+            notes.append(f"of these {_numbers(waited)} since another rank waited for them")
+        if any(span.alike for rank in found.ranks for span in rank.stands_for):
+            notes.append("ranks between two that ran and are alike are taken to be like them")
+        for rank in found.ranks:
+            for span in rank.stands_for:
+                if not span.alike:
+                    one = f"{span.first}" if span.first == span.last else f"{span.first} to {span.last}"
+                    notes.append(
+                        f"{one} did not run, between two that differ: taken to be like the larger, rank {rank.rank}"
+                    )
+        if found.known < found.size:
+            missing = found.size - found.known
+            notes.append(f"nothing is known of {counted(missing, 'other rank')}: --rank all runs every one")
+        if found.imbalance > _EVEN:
+            notes.append(f"the largest reserves {found.imbalance:.2f} times the mean")
+        if notes:
+            yield Text()
+        for note in notes:
+            yield from broken(Text(f"  {note}"), self.width, indent=4)
+
+    def _hosts(self, found: WorldMemory) -> Iterator[Text]:
+        pinned = [node for node in found.nodes if node.pinned]
+        if not pinned:
+            return
+        yield Text()
+        yield self.heading("Page-locked host memory")
+        for node in pinned:
+            name = (
+                f"node {node.first}"
+                if node.first == node.last
+                else f"nodes {node.first} to {node.last}, each"
+            )
+            ranks = counted(node.ranks, "rank")
+            yield from broken(Text(f"  {name}: {format_bytes(node.pinned)} of {ranks}"), self.width, indent=4)
+
+    def _warnings(self, found: WorldMemory) -> Iterator[Text]:
+        messages = list(dict.fromkeys(one.message for one in found.warnings if one.code != NEVER_JOINED))
+        if not messages:
+            return
+        yield Text()
+        yield self.heading("Warnings")
+        for message in messages[:_SHOWN]:
+            yield from broken(Text(f"  {message}", style="yellow"), self.width, indent=4)
+        if (more := len(messages) - _SHOWN) > 0:
+            yield Text(f"  and {more} more: --json lists them all", style="bright_black")
+
+
+def _verdict(found: WorldMemory) -> Text:
+    worst = found.decisive
+    card = worst.card
+    where = f"{counted(found.size, 'card')} {card.gpu}"
+    nodes = -(-found.size // found.per_node)
+    if nodes > 1:
+        where += f" on {counted(nodes, 'node')}"
+    ran = len(found.ranks)
+    told = f"; {ran:,} of {found.size:,} ranks ran" if ran < found.size else ""
+    failed = found.failed
+    if found.fits is False:
+        beyond = format_bytes(worst.verdict.short_by)
+        return Text.assemble(
+            ("✗ does not fit ", "bold red"),
+            f"{where}: rank {worst.rank} is the worst, {beyond} short of {format_bytes(card.total)}{told}",
+        )
+    if failed is not None:
+        error = elide_right(failed.run.error or exit_words(failed.run.exit_code), _ERROR)
+        return Text.assemble(
+            ("! the program failed ", "bold red"), f"on rank {failed.rank} of {found.size:,}: {error}"
+        )
+    if found.fits is None:
+        return Text.assemble(
+            ("! not known ", "bold yellow"),
+            f"whether it fits {where}: rank {worst.rank} {_WORDS[worst.verdict.outcome]}{told}",
+        )
+    return Text.assemble(
+        ("✓ fits ", "bold green"),
+        f"{where}: rank {worst.rank} is the worst, {format_bytes(worst.needed)} of {format_bytes(card.total)}, "
+        f"{format_bytes(card.headroom)} free{told}",
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Row:
+    """Ranks in a row that are alike.
+
+    Attributes:
+        ranks: those that ran.
+        last: number of the last one, also where it did not run.
+    """
+
+    ranks: tuple[RankMemory, ...]
+    last: int
+
+    @property
+    def first(self) -> RankMemory:
+        """The first of them."""
+        return self.ranks[0]
+
+    @property
+    def name(self) -> str:
+        """Their numbers."""
+        first = self.first.rank
+        return f"{first}" if first == self.last else f"{first} to {self.last}"
+
+
+def _rows(found: WorldMemory) -> list[_Row]:
+    rows: list[_Row] = []
+    for rank in found.ranks:
+        last = max((span.last for span in rank.stands_for if span.alike), default=rank.rank)
+        if rows and rows[-1].last == rank.rank - 1 and rows[-1].first.kind == rank.kind:
+            rows[-1] = _Row(ranks=(*rows[-1].ranks, rank), last=last)
+        else:
+            rows.append(_Row(ranks=(rank,), last=last))
+    return rows
+
+
+def _part(rank: RankMemory, kind: Category) -> int:
+    return rank.card.breakdown.categories.get(kind, 0)
+
+
+def _numbers(ranks: Sequence[RankMemory]) -> str:
+    """Numbers of ranks, those in a row as a span."""
+    spans: list[tuple[int, int]] = []
+    for rank in ranks:
+        if spans and spans[-1][1] == rank.rank - 1:
+            spans[-1] = (spans[-1][0], rank.rank)
+        else:
+            spans.append((rank.rank, rank.rank))
+    return ", ".join(f"{first}" if first == last else f"{first} to {last}" for first, last in spans)
+
+
+@json_values.register(WorldMemory)
+def _json_values(found: WorldMemory) -> dict[str, Any]:
+    """The same as plain values; docs/json.md describes them."""
+    worst = found.decisive
+    return {
+        "schema": RANKS_SCHEMA,
+        "program": list(worst.run.program),
+        "launcher": found.launcher or None,
+        "gpu": {"name": worst.card.gpu, "total_bytes": worst.card.total},
+        "world_size": found.size,
+        "ranks_per_node": found.per_node,
+        "nodes": -(-found.size // found.per_node),
+        "joined": found.joined,
+        "fits": found.fits,
+        "worst": {"rank": worst.rank, "why": list(found.why)},
+        "known_ranks": found.known,
+        "imbalance": round(found.imbalance, 6),
+        "ranks": [_rank(rank) for rank in found.ranks],
+        "hosts": [
+            {
+                "first_node": node.first,
+                "last_node": node.last,
+                "ranks": node.ranks,
+                "pinned_bytes": node.pinned,
+            }
+            for node in found.nodes
+        ],
+        "warnings": to_plain(found.warnings),
+        "run": to_json(worst.run, worst.verdict),
+    }
+
+
+def _rank(rank: RankMemory) -> dict[str, Any]:
+    card = rank.card
+    categories = card.breakdown.categories
+    return {
+        "rank": rank.rank,
+        "node": rank.node,
+        "device": card.index,
+        "stands_for": [{"first": one.first, "last": one.last, "alike": one.alike} for one in rank.stands_for],
+        "waited_for": rank.waited_for,
+        "fits": rank.verdict.fits,
+        "outcome": rank.verdict.outcome.name.lower(),
+        "exit_code": rank.run.exit_code,
+        "error": rank.run.error,
+        "total_bytes": rank.needed,
+        "outside_pytorch_bytes": card.context,
+        "peak": {
+            "allocated_bytes": card.peak_allocated,
+            "reserved_bytes": card.peak_reserved,
+            "active_bytes": card.peak_active,
+        },
+        "headroom_bytes": card.headroom,
+        "short_by_bytes": rank.verdict.short_by,
+        "categories": {
+            kind.name.lower(): categories.get(kind, 0) for kind in (*list(Category)[1:], Category.OTHER)
+        },
+        "host_pinned_peak_bytes": rank.run.host_pinned_peak_bytes,
+        "steps": rank.run.progress.steps,
+        "seconds_simulated": rank.run.seconds_simulated,
+        "seconds_wall": rank.run.seconds_wall,
+    }

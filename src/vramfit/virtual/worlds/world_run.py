@@ -1,0 +1,193 @@
+"""Runs ranks of a world side by side, each in a process of its own, with those that they wait for. No torch."""
+
+from __future__ import annotations
+
+import contextvars
+import os
+import tempfile
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from vramfit.errors import UsageError
+from vramfit.launch.interrupts import passed_on_to_all
+from vramfit.trace import Run
+from vramfit.virtual.ranks.rank_place import MOST_PER_NODE, PER_NODE, RankPlace
+from vramfit.virtual.virtual_run import VirtualRun, run_in_child
+from vramfit.virtual.worlds import rank_waits
+from vramfit.virtual.worlds.rank_choice import MOST_BETWEEN, ChoiceKind, RankChoice, between
+
+_LOOK = 0.1  # seconds between two looks at who waits
+_MOST_AT_ONCE = 256
+"""Processes at once, most of which wait: as many stages of pipelines."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class World:
+    """A distributed program's ranks.
+
+    Attributes:
+        size: how many.
+        per_node: ranks, and cards, of a node.
+
+    Raises:
+        UsageError: there can be no such world.
+    """
+
+    size: int
+    per_node: int = PER_NODE
+
+    def __post_init__(self) -> None:
+        """Refuse nodes that are not full."""
+        RankPlace(rank=0, world_size=self.size, ranks_per_node=self.per_node)
+        if self.size > self.per_node and self.size % self.per_node:
+            raise UsageError(
+                f"{self.size} ranks cannot be divided among nodes of {self.per_node}",
+                f"Give --per-node a divisor of {self.size}, at most {MOST_PER_NODE}, or another number of ranks",
+            )
+
+    @property
+    def nodes(self) -> int:
+        """How many nodes."""
+        return -(-self.size // self.per_node)
+
+    def place(self, rank: int, mailbox: str | None = None) -> RankPlace:
+        """One of the ranks."""
+        return RankPlace(rank=rank, world_size=self.size, ranks_per_node=self.per_node, mailbox=mailbox)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorldRun:
+    """What ranks of a world did.
+
+    Attributes:
+        world: the world.
+        choice: how the ranks were chosen.
+        runs: those that ran, by rank.
+        waited_for: those that ran since another waited for them.
+    """
+
+    world: World
+    choice: RankChoice
+    runs: Mapping[int, Run]
+    waited_for: tuple[int, ...] = ()
+
+
+def kind_of(run: Run) -> tuple[object, ...]:
+    """What makes ranks alike: the peaks of their card and of page-locked memory, the ops, and how they ended."""
+    used = [
+        (device.peak_allocated_bytes, device.peak_reserved_bytes)
+        for device in run.devices
+        if device.context_bytes
+    ]
+    return (*used, run.ops, run.host_pinned_peak_bytes, run.exit_code, run.ran_out)
+
+
+def run_world(
+    command: Callable[[RankPlace], list[str]],
+    options: VirtualRun,
+    world: World,
+    choice: RankChoice = RankChoice(),  # noqa: B008 - frozen
+    progress: Callable[[str], object] | None = None,
+) -> WorldRun:
+    """Run ranks of a program; see NOTE [Kinds of ranks] in rank_choice.py.
+
+    Once a rank has failed for another reason than memory, no further one is started.
+
+    Args:
+        command: what python would be given, for a rank.
+        options: how each is run; its place is set here.
+        world: the world.
+        choice: which ranks.
+        progress: called with a line before each rank.
+
+    Raises:
+        UsageError, VramfitError, KeyboardInterrupt: as from `run_in_child`.
+    """
+    with tempfile.TemporaryDirectory(prefix="vramfit-ranks-", ignore_cleanup_errors=True) as folder:
+        side = _SideBySide(command, options, world, Path(folder), progress or (lambda _: None))
+        side.run(choice.first(world.size))
+        if choice.kind is ChoiceKind.AUTO:
+            left = MOST_BETWEEN
+            while left > 0 and not side.failed:
+                further = between({rank: kind_of(run) for rank, run in side.runs.items()})[:left]
+                if not further:
+                    break
+                side.run(further)
+                left -= len(further)
+        return WorldRun(
+            world=world,
+            choice=choice,
+            runs=dict(sorted(side.runs.items())),
+            waited_for=tuple(sorted(side.waited_for - set(choice.first(world.size)))),
+        )
+
+
+class _SideBySide:
+    """The processes of a world: as many busy at once as this machine has cores, those that wait aside."""
+
+    def __init__(
+        self,
+        command: Callable[[RankPlace], list[str]],
+        options: VirtualRun,
+        world: World,
+        mailbox: Path,
+        progress: Callable[[str], object],
+    ) -> None:
+        self.runs: dict[int, Run] = {}
+        self.waited_for: set[int] = set()
+        self.failed = False
+        self._command = command
+        self._options = options
+        self._world = world
+        self._mailbox = mailbox
+        self._progress = progress
+        self._running: dict[Future[Run], int] = {}
+        rank_waits.prepare(mailbox)
+
+    def run(self, ranks: Iterable[int]) -> None:
+        """Run ranks to their ends, and those that they wait for."""
+        queue = deque(rank for rank in ranks if rank not in self.runs)
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        with passed_on_to_all() as signals, ThreadPoolExecutor(_MOST_AT_ONCE) as pool:
+            while queue or self._running:
+                waits = rank_waits.waiting(self._mailbox)
+                for other in () if signals.interrupted else set(waits.values()):
+                    if other not in self.runs and other not in self._running.values():
+                        self.waited_for.add(other)
+                        self._start(other, pool)
+                if (self.failed or signals.interrupted) and queue:
+                    queue.clear()
+                while queue and sum(rank not in waits for rank in self._running.values()) < cores:
+                    rank = queue.popleft()
+                    if rank not in self.runs and rank not in self._running.values():
+                        self._start(rank, pool)
+                self._collect()
+
+    def _start(self, rank: int, pool: ThreadPoolExecutor) -> None:
+        self._progress(f"rank {rank} of {self._world.size}")
+        # The context carries where signals go to.
+        context = contextvars.copy_context()
+        self._running[pool.submit(context.run, self._one, rank)] = rank
+
+    def _one(self, rank: int) -> Run:
+        place = self._world.place(rank, str(self._mailbox))
+        try:
+            return run_in_child(self._command(place), replace(self._options, place=place))
+        finally:
+            rank_waits.note_going_on(self._mailbox, rank)
+            rank_waits.note_ended(self._mailbox, rank)
+
+    def _collect(self) -> None:
+        """Wait a moment, and take what has ended.
+
+        Raises:
+            BaseException: what a rank's run raised.
+        """
+        done, _ = wait(self._running, timeout=_LOOK, return_when=FIRST_COMPLETED)
+        for future in done:
+            rank = self._running.pop(future)
+            self.runs[rank] = run = future.result()
+            self.failed = self.failed or (run.exit_code != 0 and not run.ran_out)
