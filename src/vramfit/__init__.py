@@ -12,6 +12,7 @@
 - `check_leaks`: what grows when a function is called again and again, and who holds it.
 - `annotate`, `join_profile`: names for Nsight Systems, and categories for torch.profiler.
 - `ModelPool`: several models on one device, the one that is used brought there, others dropped when it needs room.
+- `run_ranks`: ranks of a distributed program on virtual GPUs, and the worst of them.
 - `together`: what several programs take side by side on one card.
 - `plan`, `fit`, `verify`: the cheapest changes that make a workload fit, the largest size that does, and the proof.
 - `tiled`: a model over a picture or volume that is too large for the device, tile by tile.

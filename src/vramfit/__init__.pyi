@@ -18,6 +18,8 @@ from .api.leak_check import check_leaks as check_leaks
 from .api.programs import Report as Report
 from .api.programs import run as run
 from .api.quantizing_api import quantized as quantized
+from .api.ranks_api import WorldReport as WorldReport
+from .api.ranks_api import run_ranks as run_ranks
 from .api.streaming_api import streamed as streamed
 from .api.survival_api import survive as survive
 from .api.tiers_api import TieredStore as TieredStore

@@ -14,6 +14,17 @@ from vramfit.cli import options
 from vramfit.cli.ci import failures_told, tell_check
 from vramfit.cli.printing import STANDARD_OUTPUT, apart_from_json, check_outputs, write_document
 from vramfit.cli.program import Verb, check_source, program_command
+from vramfit.cli.ranks import (
+    PerNode,
+    Rank,
+    RankOptions,
+    Ranks,
+    WorldOptions,
+    is_launcher,
+    on_virtual_cards,
+    run_ranks,
+    world_of,
+)
 from vramfit.cli.where import chosen, run_program, with_cudnn
 from vramfit.errors import UsageError, VramfitError
 from vramfit.files.policy import Writes
@@ -22,7 +33,6 @@ from vramfit.virtual.data_dependent.assume import Assume
 
 if TYPE_CHECKING:
     from vramfit.analysis import Gate, PeakState, Tolerance, Verdict
-    from vramfit.launch.limits import Limits
     from vramfit.record.record_run import RecordedRun
     from vramfit.report import Check
     from vramfit.trace import Actual, Run
@@ -80,6 +90,9 @@ def check_command(
         ),
     ] = None,
     gpus: options.Gpus = 1,
+    ranks: Ranks = None,
+    per_node: PerNode = None,
+    rank: Rank = None,
     device: Annotated[
         str | None,
         typer.Option(
@@ -120,6 +133,8 @@ def check_command(
 ) -> None:
     """Check that a program stays within a memory budget, or takes no more than it used to.
 
+    Of a program of several ranks (--ranks 8, or the command of torchrun after --) the worst rank is checked.
+
     The exit code is 3 if it does not, the program's own if it fails for another reason, and 2 if nothing could be
     checked.
     """
@@ -129,7 +144,8 @@ def check_command(
     )
     options.check_alloc_conf(alloc_conf)
     limits = limits_from(steps, time)
-    subject = _subject(module, target or [])
+    several = RankOptions(ranks=ranks, per_node=per_node, rank=rank, cards=gpus)
+    subject = _subject(module, target or [], several)
     if isinstance(subject, Path):
         if steps is not None or time is not None:
             raise UsageError(
@@ -142,10 +158,9 @@ def check_command(
     else:
         where = _where(asked, gpu, gpus, device, assume, profile, writes, writes_through or ())
         where = with_cudnn(where, cudnn)
-        with failures_told(" ".join(subject), junit=junit, json=json):
-            check_source(subject)
-            with apart_from_json(json):
-                found = _of_program(subject, where, alloc_conf, limits)
+        where = replace(where, alloc_conf=alloc_conf, limits=limits)
+        with failures_told(_name_of(subject), junit=junit, json=json):
+            found = _of_program(subject, where, json)
             _check_end(found)
             gates = _gates(asked, found.states)
     _end(asked, found, gates, _CheckOutputs(json=json, junit=junit, report=report))
@@ -210,13 +225,15 @@ def _asked(
     )
 
 
-def _subject(module: str | None, target: list[str]) -> Path | list[str]:
-    """The file to look at, or the command line of the program to run."""
-    if module is None and not target:
+def _subject(module: str | None, target: list[str], several: RankOptions) -> Path | list[str] | WorldOptions:
+    """The file to look at, or the program to run."""
+    if module is not None or several.are_given or (target and is_launcher(target)):
+        return world_of(module, target, several)
+    if not target:
         raise UsageError(
             "no target is given", "Name a script, -m MODULE, or the trace, snapshot or report of a run"
         )
-    if module is not None or Path(target[0]).suffix in _SOURCES:
+    if Path(target[0]).suffix in _SOURCES:
         return program_command(module, target)
     if len(target) > 1:
         raise UsageError(
@@ -301,18 +318,33 @@ def _of_file(file: Path) -> _CheckedTarget:
     )
 
 
+def _name_of(subject: list[str] | WorldOptions) -> str:
+    return " ".join(subject if isinstance(subject, list) else subject.launched.program)
+
+
 def _of_program(
-    command: list[str], where: VirtualRun | RecordedRun, alloc_conf: str | None, limits: Limits
+    subject: list[str] | WorldOptions, where: VirtualRun | RecordedRun, json: Path | None
 ) -> _CheckedTarget:
-    from vramfit.analysis import no_card, verdict
+    """Run a program; of one with several ranks the worst is what is checked."""
+    from vramfit.analysis import verdict
+
+    if isinstance(subject, list):
+        check_source(subject)
+        try:
+            with apart_from_json(json):
+                run = run_program(subject, where)
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
+        return _of_run(run, verdict(run), " ".join(run.program))
+    worst = run_ranks(subject, on_virtual_cards(where), json).decisive
+    name = f"{' '.join(worst.run.program)}, rank {worst.rank} of {subject.world.size}"
+    return _of_run(worst.run, worst.verdict, name)
+
+
+def _of_run(run: Run, judged: Verdict, name: str) -> _CheckedTarget:
+    from vramfit.analysis import no_card
     from vramfit.report import to_json
 
-    try:
-        run = run_program(command, replace(where, alloc_conf=alloc_conf, limits=limits))
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
-    judged = verdict(run)
-    name = " ".join(run.program)
     return _CheckedTarget(
         name=name,
         states=tuple(_states_of_run(run, judged, name)) or (no_card(name),),

@@ -15,6 +15,7 @@ from vramfit.errors import UsageError
 
 if TYPE_CHECKING:
     from vramfit.analysis.rank_memory import WorldMemory
+    from vramfit.record.record_run import RecordedRun
     from vramfit.virtual.virtual_run import VirtualRun
     from vramfit.virtual.worlds.launchers import Launched
     from vramfit.virtual.worlds.rank_choice import RankChoice
@@ -63,6 +64,11 @@ class RankOptions:
     rank: str | None
     cards: int = 1
 
+    @property
+    def are_given(self) -> bool:
+        """Whether any of them is for several ranks."""
+        return any(one is not None for one in (self.ranks, self.per_node, self.rank))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorldOptions:
@@ -107,6 +113,7 @@ def world_of(module: str | None, program: Sequence[str], given: RankOptions) -> 
                         f"{option} is for a program of several ranks", "Say how many there are: --ranks 8"
                     )
             return command
+        check_source(command)
         per_node = given.per_node or min(PER_NODE, given.ranks)
         world = World(size=given.ranks, per_node=per_node)
         started = Launched(
@@ -138,6 +145,26 @@ def _check_program(started: Launched) -> None:
     words = list(started.program)
     command = program_command(words[1], words[2:]) if words[0] == "-m" else program_command(None, words)
     check_source(command)
+
+
+def is_launcher(words: Sequence[str]) -> bool:
+    """Whether a command line is one that starts ranks; its options are not looked at."""
+    from vramfit.virtual.worlds.launchers import launcher_of
+
+    return launcher_of(words) is not None
+
+
+def on_virtual_cards(where: VirtualRun | RecordedRun) -> VirtualRun:
+    """Where ranks are run.
+
+    Raises:
+        UsageError: on real cards.
+    """
+    from vramfit.virtual.virtual_run import VirtualRun
+
+    if not isinstance(where, VirtualRun):
+        raise UsageError("several ranks are run on virtual GPUs only", "Choose their card with --gpu NAME")
+    return where
 
 
 def run_ranks(options: WorldOptions, where: VirtualRun, json: Path | None = None) -> WorldMemory:

@@ -12,7 +12,17 @@ import typer
 from vramfit.cli import options
 from vramfit.cli.printing import apart_from_json, check_outputs
 from vramfit.cli.program import check_source
-from vramfit.cli.ranks import PerNode, Rank, RankOptions, Ranks, WorldOptions, run_ranks, tell, world_of
+from vramfit.cli.ranks import (
+    PerNode,
+    Rank,
+    RankOptions,
+    Ranks,
+    WorldOptions,
+    on_virtual_cards,
+    run_ranks,
+    tell,
+    world_of,
+)
 from vramfit.cli.ranks import exit_code as exit_code_of_ranks
 from vramfit.cli.where import DEFAULT_TOLERANCE, chosen, compare, read_reference, run_program, with_cudnn
 from vramfit.errors import UsageError
@@ -190,16 +200,12 @@ def _run_ranks(
     outputs: _Outputs,
 ) -> NoReturn:
     """Run ranks of a distributed program, tell of them, and end; the files are of the worst of them."""
-    from vramfit.virtual.virtual_run import VirtualRun
-
-    if not isinstance(where, VirtualRun):
-        raise UsageError("several ranks are run on virtual GPUs only", "Choose their card with --gpu NAME")
     if reference is not None:
         raise UsageError(
             "--against compares one process, and this program has several ranks",
             "Write the trace of one with --rank 0 --trace rank0.vft, and compare that: vramfit diff",
         )
-    found = run_ranks(world, where, outputs.json)
+    found = run_ranks(world, on_virtual_cards(where), outputs.json)
     try:
         tell(found, outputs.json)
     finally:

@@ -16,9 +16,15 @@ from typing import Any, NoReturn
 from vramfit.errors import UsageError
 from vramfit.virtual.ranks.rank_place import RankPlace
 
-_TORCHRUN = ("torch.distributed.run", "torch.distributed.launch")
-_ACCELERATE = ("accelerate.commands.launch", "accelerate.commands.accelerate_cli")
-_DEEPSPEED = ("deepspeed.launcher.runner",)
+_LEGACY = "torch.distributed.launch"
+_GROUPED = ("accelerate", "accelerate.commands.accelerate_cli")
+"""accelerate's commands, of which launch is one."""
+_NAMES = {
+    "torchrun": ("torchrun", "torch.distributed.run", _LEGACY),
+    "accelerate launch": (*_GROUPED, "accelerate-launch", "accelerate.commands.launch"),
+    "deepspeed": ("deepspeed", "ds", "deepspeed.launcher.runner"),
+}
+"""Programs and modules of each launcher."""
 _PYTHON = re.compile(r"python(?:3(?:\.\d+)?)?")
 _ALL_CARDS = ("gpu", "auto")
 
@@ -66,24 +72,23 @@ def launched(command: Sequence[str], cards: int) -> Launched | None:
     Raises:
         UsageError: its options cannot be read, or it starts what no virtual run can be.
     """
+    name, rest = _parts(command)
+    starts = _STARTS.get(launcher_of(command) or "")
+    return None if starts is None else starts(name, rest, cards)
+
+
+def launcher_of(command: Sequence[str]) -> str | None:
+    """The name of the launcher of a command; None where it is none."""
+    name, _ = _parts(command)
+    return next((launcher for launcher, names in _NAMES.items() if name in names), None)
+
+
+def _parts(command: Sequence[str]) -> tuple[str, list[str]]:
+    """The program or module of a command, and what follows."""
     words = without_python(command)
-    if not words:
-        return None
-    name = words[1] if words[0] == "-m" and len(words) > 1 else Path(words[0]).name
-    rest = words[2:] if words[0] == "-m" else words[1:]
-    if name == "torchrun" or name in _TORCHRUN:
-        return _torchrun(rest, cards, legacy=name == _TORCHRUN[1])
-    if name in ("accelerate", "accelerate-launch") or name in _ACCELERATE:
-        if name in ("accelerate", _ACCELERATE[1]):
-            if rest[:1] != ["launch"]:
-                raise UsageError(
-                    "of accelerate's commands only launch starts a program", "Write accelerate launch ..."
-                )
-            rest = rest[1:]
-        return _accelerate(rest, cards)
-    if name in ("deepspeed", "ds") or name in _DEEPSPEED:
-        return _deepspeed(rest, cards)
-    return None
+    if words[:1] == ["-m"]:
+        return (words[1], words[2:]) if len(words) > 1 else ("", [])
+    return (Path(words[0]).name, words[1:]) if words else ("", [])
 
 
 def without_python(command: Sequence[str]) -> list[str]:
@@ -147,7 +152,8 @@ def torchrun_parser() -> LauncherParser:
     return parser
 
 
-def _torchrun(arguments: list[str], cards: int, *, legacy: bool) -> Launched:
+def _torchrun(name: str, arguments: list[str], cards: int) -> Launched:
+    legacy = name == _LEGACY
     parser = torchrun_parser()
     if legacy:
         parser.add_argument("--use-env", "--use_env", action="store_true")
@@ -168,8 +174,9 @@ def _torchrun(arguments: list[str], cards: int, *, legacy: bool) -> Launched:
     )
 
 
-def _deepspeed(arguments: list[str], cards: int) -> Launched:
+def _deepspeed(name: str, arguments: list[str], cards: int) -> Launched:
     """DeepSpeed's options (deepspeed/launcher/runner.py: parse_args)."""
+    del name
     parser = LauncherParser(prog="deepspeed", add_help=False)
     parser.add_argument("-H", "--hostfile")
     for name in ("include", "exclude"):
@@ -257,8 +264,14 @@ def _hostfile(file: Path) -> list[int]:
     return [int(one[1]) for one in found if one is not None]
 
 
-def _accelerate(arguments: list[str], cards: int) -> Launched:
+def _accelerate(name: str, arguments: list[str], cards: int) -> Launched:
     """What ``accelerate launch`` starts, read by accelerate itself: its configuration file decides with its options."""
+    if name in _GROUPED:
+        if arguments[:1] != ["launch"]:
+            raise UsageError(
+                "of accelerate's commands only launch starts a program", "Write accelerate launch ..."
+            )
+        arguments = arguments[1:]
     try:
         from accelerate.commands import launch
         from accelerate.utils.launch import prepare_multi_gpu_env
@@ -333,3 +346,6 @@ def _count(option: str, text: str, cards: int | None) -> int:
             f"Give {meant}",
         )
     return int(text)
+
+
+_STARTS = {"torchrun": _torchrun, "accelerate launch": _accelerate, "deepspeed": _deepspeed}

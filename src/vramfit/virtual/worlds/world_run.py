@@ -76,13 +76,13 @@ class WorldRun:
 
 
 def kind_of(run: Run) -> tuple[object, ...]:
-    """What makes ranks alike: the peaks of their card and of page-locked memory, the ops, and how they ended."""
+    """What makes ranks alike: the peaks of their card and of page-locked memory, and how they ended."""
     used = [
         (device.peak_allocated_bytes, device.peak_reserved_bytes)
         for device in run.devices
         if device.context_bytes
     ]
-    return (*used, run.ops, run.host_pinned_peak_bytes, run.exit_code, run.ran_out)
+    return (*used, run.host_pinned_peak_bytes, run.exit_code, run.ran_out)
 
 
 def run_world(
