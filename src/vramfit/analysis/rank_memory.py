@@ -34,6 +34,7 @@ class RankMemory:
 
     Attributes:
         rank: its number.
+        local_rank: its number on its node, which is that of its card.
         node: of its node.
         run: what it did.
         verdict: whether it fits its card.
@@ -42,6 +43,7 @@ class RankMemory:
     """
 
     rank: int
+    local_rank: int
     node: int
     run: Run
     verdict: Verdict
@@ -50,8 +52,16 @@ class RankMemory:
 
     @property
     def card(self) -> DeviceVerdict:
-        """Its card."""
-        return self.verdict.device
+        """Its card; where it ran out on another, that one."""
+        found = self.verdict.device
+        if self.verdict.outcome is Outcome.DOES_NOT_FIT:
+            return found
+        return next((card for card in self.verdict.devices if card.index == self.local_rank), found)
+
+    @property
+    def strays(self) -> tuple[DeviceVerdict, ...]:
+        """Cards of other ranks on which it holds memory."""
+        return tuple(card for card in self.verdict.devices if card.is_used and card.index != self.card.index)
 
     @property
     def count(self) -> int:
@@ -179,6 +189,7 @@ def world_memory(
     ranks = tuple(
         RankMemory(
             rank=rank,
+            local_rank=rank % per_node,
             node=rank // per_node,
             run=run,
             verdict=verdict(run),

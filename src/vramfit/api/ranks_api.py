@@ -26,7 +26,7 @@ from vramfit.virtual.data_dependent.assume import assumption
 from vramfit.virtual.ranks.rank_place import MOST_RANKS, PER_NODE
 from vramfit.virtual.virtual_run import VirtualRun
 from vramfit.virtual.worlds.rank_choice import ChoiceKind, rank_choice, standings
-from vramfit.virtual.worlds.world_run import World, WorldRun, kind_of, run_world
+from vramfit.virtual.worlds.world_run import World, WorldRun, kinds_of, run_world
 
 Program = str | os.PathLike[str] | Callable[..., object]
 
@@ -93,7 +93,7 @@ def memory_of(found: WorldRun, launcher: str = "") -> WorldMemory:
     """Put ranks that ran side by side, with those for which they stand."""
     spans: dict[int, list[RankSpan]] = {}
     if found.choice.kind is ChoiceKind.AUTO:
-        kinds = {rank: kind_of(run) for rank, run in found.runs.items()}
+        kinds = kinds_of(found.runs, found.world)
         for one in standings(kinds, lambda rank: _reserved(found.runs[rank])):
             spans.setdefault(one.rank, []).append(RankSpan(first=one.first, last=one.last, alike=one.alike))
     return world_memory(
@@ -235,20 +235,20 @@ def _script_of(function: Callable[..., object], arguments: Sequence[object], fol
             f"the arguments of {name} cannot be pickled: {error}", "Make them in the function"
         ) from None
     path = os.path.abspath(source)
-    found = (
+    home_values = (
         f"runpy.run_path({path!r}, run_name='__ranks__')"
         if home == "__main__"
         else f"vars(importlib.import_module({home!r}))"
     )
     first, *rest = name.split(".")
-    script = folder / "ranks_function.py"
-    script.write_text(
-        "import functools, importlib, pickle, runpy, sys\\n"
-        f"sys.path[:0] = {[os.path.dirname(path), *_search_path()]!r}\\n"
-        f"function = functools.reduce(getattr, {rest!r}, {found}[{first!r}])\\n"
-        f"function(*pickle.loads({given!r}))\\n".replace("\\\\n", "\\n"),
-        encoding="utf-8",
+    lines = (
+        "import functools, importlib, pickle, runpy, sys",
+        f"sys.path[:0] = {[os.path.dirname(path), *_search_path()]!r}",
+        f"function = functools.reduce(getattr, {rest!r}, {home_values}[{first!r}])",
+        f"function(*pickle.loads({given!r}))",
     )
+    script = folder / "ranks_function.py"
+    script.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return script
 
 

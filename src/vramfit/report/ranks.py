@@ -97,7 +97,7 @@ class _WorldReport(Sections):
             notes.append(f"ran: {_numbers(found.ranks)}")
         waited = tuple(rank for rank in found.ranks if rank.waited_for)
         if waited:
-            notes.append(f"of these {_numbers(waited)} since another rank waited for them")
+            notes.append(f"{_numbers(waited)} ran since another rank waited for them")
         if any(span.alike for rank in found.ranks for span in rank.stands_for):
             notes.append("ranks between two that ran and are alike are taken to be like them")
         for rank in found.ranks:
@@ -112,6 +112,12 @@ class _WorldReport(Sections):
             notes.append(f"nothing is known of {counted(missing, 'other rank')}: --rank all runs every one")
         if found.imbalance > _EVEN:
             notes.append(f"the largest reserves {found.imbalance:.2f} times the mean")
+        notes += [
+            f"rank {rank.rank} holds {format_bytes(card.used)} of GPU {card.index}, another rank's card, which is not "
+            "counted there: call torch.cuda.set_device(LOCAL_RANK) before anything else"
+            for rank in found.ranks
+            for card in rank.strays
+        ]
         if notes:
             yield Text()
         for note in notes:
@@ -266,6 +272,7 @@ def _rank(rank: RankMemory) -> dict[str, Any]:
         "rank": rank.rank,
         "node": rank.node,
         "device": card.index,
+        "other_devices": [{"device": one.index, "total_bytes": one.used} for one in rank.strays],
         "stands_for": [{"first": one.first, "last": one.last, "alike": one.alike} for one in rank.stands_for],
         "waited_for": rank.waited_for,
         "fits": rank.verdict.fits,

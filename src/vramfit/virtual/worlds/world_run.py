@@ -75,14 +75,16 @@ class WorldRun:
     waited_for: tuple[int, ...] = ()
 
 
-def kind_of(run: Run) -> tuple[object, ...]:
+def kind_of(run: Run, place: RankPlace) -> tuple[object, ...]:
     """What makes ranks alike: the peaks of their card and of page-locked memory, and how they ended."""
-    used = [
-        (device.peak_allocated_bytes, device.peak_reserved_bytes)
-        for device in run.devices
-        if device.context_bytes
-    ]
-    return (*used, run.host_pinned_peak_bytes, run.exit_code, run.ran_out)
+    own = [device for device in run.devices if device.index == place.local_rank] or run.devices
+    peaks = [(device.peak_allocated_bytes, device.peak_reserved_bytes) for device in own]
+    return (*peaks, run.host_pinned_peak_bytes, run.exit_code, run.ran_out)
+
+
+def kinds_of(runs: Mapping[int, Run], world: World) -> dict[int, tuple[object, ...]]:
+    """What makes ranks alike, of each that ran."""
+    return {rank: kind_of(run, world.place(rank)) for rank, run in runs.items()}
 
 
 def run_world(
@@ -112,7 +114,7 @@ def run_world(
         if choice.kind is ChoiceKind.AUTO:
             left = MOST_BETWEEN
             while left > 0 and not side.failed:
-                further = between({rank: kind_of(run) for rank, run in side.runs.items()})[:left]
+                further = between(kinds_of(side.runs, world))[:left]
                 if not further:
                     break
                 side.run(further)

@@ -1,0 +1,136 @@
+"""The commands of torchrun, accelerate and deepspeed are read as these read them themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from vramfit.errors import UsageError
+from vramfit.virtual.ranks.rank_place import RankPlace
+from vramfit.virtual.worlds.launchers import Launched, launched, launcher_of, torchrun_parser, without_python
+
+
+def read(text: str, cards: int = 8) -> Launched:
+    found = launched(text.split(), cards)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("text", "per_node", "nodes", "program"),
+    [
+        ("torchrun --nproc-per-node 8 train.py --lr 1", 8, 1, ("train.py", "--lr", "1")),
+        (
+            "torchrun --nproc_per_node=4 --nnodes=2 --rdzv_backend c10d --rdzv-endpoint h:1 t.py",
+            4,
+            2,
+            ("t.py",),
+        ),
+        (
+            "/usr/bin/torchrun --standalone --nproc-per-node=gpu -m pkg.train --x",
+            8,
+            1,
+            ("-m", "pkg.train", "--x"),
+        ),
+        ("torchrun --nnodes 1:4 --nproc-per-node auto --max-restarts=3 t.py", 8, 4, ("t.py",)),
+        ("torchrun t.py --nproc-per-node 3", 1, 1, ("t.py", "--nproc-per-node", "3")),
+        ("python -m torch.distributed.run --nproc-per-node 2 t.py", 2, 1, ("t.py",)),
+        ("python3 -u -m torch.distributed.launch --use-env --nproc-per-node 2 t.py", 2, 1, ("t.py",)),
+        ("deepspeed --num_gpus 4 --num_nodes 2 --master_port 1 train.py --deepspeed z.json", 4, 2, None),
+        ("deepspeed train.py", 8, 1, ("train.py",)),
+        ("deepspeed --include localhost:0,2,3 train.py", 3, 1, ("train.py",)),
+        ("deepspeed --module pkg.train", 8, 1, ("-m", "pkg.train")),
+    ],
+)
+def test_what_a_command_starts(text: str, per_node: int, nodes: int, program: tuple[str, ...] | None) -> None:
+    found = read(text)
+    assert (found.per_node, found.nodes, found.size) == (per_node, nodes, per_node * nodes)
+    assert program is None or found.program == program
+
+
+def test_torchruns_options_are_all_known() -> None:
+    """torch's own parser has no option that ours lacks, and both take a value or both none."""
+    from torch.distributed.run import get_args_parser
+
+    ours = {name: action for action in torchrun_parser()._actions for name in action.option_strings}
+    for action in get_args_parser()._actions:
+        for name in action.option_strings:
+            if name not in ("-h", "--help"):
+                assert name in ours, name
+                assert (ours[name].nargs == 0) == (action.nargs == 0), name
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("torchrun --nproc-per-node many t.py", "--nproc-per-node many is not a number of processes"),
+        ("torchrun --nproc-per-node 0 t.py", "--nproc-per-node 0 is not a number of processes"),
+        ("torchrun --nproc-per-node cpu t.py", "--nproc-per-node cpu is not a number of processes"),
+        ("torchrun --nnodes two t.py", "--nnodes two is not a number of nodes"),
+        ("torchrun --strange t.py", "unrecognized arguments|arguments are required"),
+        ("torchrun --nproc-per-node 2", "arguments are required: training_script"),
+        ("torchrun --no-python --nproc-per-node 2 a.out", "starts a program that is not Python's"),
+        ("deepspeed --exclude h:1 t.py", "name cards of hosts"),
+        ("deepspeed --hostfile /nowhere/hosts t.py", "cannot read the hostfile /nowhere/hosts"),
+        ("accelerate config", "only launch starts a program"),
+        ("accelerate launch --strange t.py", "accelerate launch: unrecognized arguments"),
+    ],
+)
+def test_what_cannot_be_read(text: str, told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        launched(text.split(), 8)
+
+
+def test_a_hostfile_counts(tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text("a slots=4\n# spare\nb slots=4\n")
+    found = read(f"deepspeed --hostfile {hosts} t.py")
+    assert (found.per_node, found.nodes) == (4, 2)
+    hosts.write_text("a\n")
+    with pytest.raises(UsageError, match="is not a hostfile"):
+        launched(["deepspeed", "--hostfile", str(hosts), "t.py"], 8)
+
+
+def test_launchers_that_number_their_processes() -> None:
+    place = RankPlace(rank=11, world_size=16)
+    assert read("deepspeed --num_nodes 2 t.py --a").command(place) == ["t.py", "--local_rank=3", "--a"]
+    assert read("deepspeed --no_local_rank t.py").command(place) == ["t.py"]
+    old = read("python -m torch.distributed.launch --nproc_per_node 8 -m pkg --a")
+    assert old.command(place) == ["-m", "pkg", "--local-rank=3", "--a"]
+    assert read("torchrun --nproc-per-node 8 t.py").command(place) == ["t.py"]
+
+
+def test_programs_that_are_no_launchers() -> None:
+    for text in ("train.py", "torchrun.py --x", "-m pkg", "-m", ""):
+        assert launcher_of(text.split()) is None
+        assert launched(text.split(), 8) is None
+    assert without_python(["python3.11", "-u", "-m", "pkg"]) == ["-m", "pkg"]
+    assert without_python(["python.py", "-u"]) == ["python.py", "-u"]
+
+
+def test_accelerate_reads_its_configuration_and_tells_its_variables(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    config = tmp_path / "fsdp.yaml"
+    config.write_text(
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nmachine_rank: 0\nmixed_precision: bf16\n"
+        "num_machines: 2\nnum_processes: 8\nfsdp_config:\n  fsdp_version: 2\n  fsdp_reshard_after_forward: true\n"
+        "  fsdp_state_dict_type: SHARDED_STATE_DICT\n"
+    )
+    found = read(f"accelerate launch --config_file {config} train.py --lr 1")
+    assert (found.per_node, found.nodes, found.program) == (4, 2, ("train.py", "--lr", "1"))
+    told = {
+        name: found.environ[name]
+        for name in ("ACCELERATE_USE_FSDP", "FSDP_VERSION", "ACCELERATE_MIXED_PRECISION")
+    }
+    assert told == {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "ACCELERATE_MIXED_PRECISION": "bf16"}
+    one = read("accelerate launch --multi_gpu --num_processes 2 --mixed_precision fp16 train.py")
+    assert (one.size, one.environ["ACCELERATE_MIXED_PRECISION"]) == (2, "fp16")
+    odd = (
+        "accelerate launch --multi_gpu --num_machines 2 --num_processes 5 --machine_rank 0 "
+        "--main_process_ip a --main_process_port 1 t.py"
+    )
+    with pytest.raises(UsageError, match="5 processes cannot be divided among 2 machines"):
+        launched(odd.split(), 8)
+    with pytest.raises(UsageError, match="to use DeepSpeed, Megatron-LM, a TPU or the CPU"):
+        launched(["accelerate", "launch", "--cpu", "t.py"], 8)

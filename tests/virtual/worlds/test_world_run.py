@@ -1,0 +1,244 @@
+"""Ranks side by side: how many at once, who is started for whom, and programs whose ranks differ."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from analysis.synthetic import oom_run, quick_run
+from vramfit.errors import UsageError
+from vramfit.gpus import find_gpu
+from vramfit.trace import Run
+from vramfit.virtual.ranks.mailbox import Expected
+from vramfit.virtual.ranks.rank_place import RankPlace
+from vramfit.virtual.virtual_run import VirtualRun
+from vramfit.virtual.worlds import rank_waits, world_child, world_run
+from vramfit.virtual.worlds.rank_choice import rank_choice
+from vramfit.virtual.worlds.world_run import World, WorldRun, run_world
+
+H100 = VirtualRun(gpu=find_gpu("H100"), alloc_conf="")
+QUICK = quick_run()
+
+
+def run(script: Path, size: int, ranks: str = "auto") -> WorldRun:
+    return run_world(lambda _: [str(script)], H100, World(size=size), rank_choice(ranks, size))
+
+
+def written(folder: Path, text: str) -> Path:
+    script = folder / "train.py"
+    script.write_text(text)
+    return script
+
+
+class Pretender:
+    """Takes the place of the child interpreters: ranks last a moment, and take what `sized` says."""
+
+    def __init__(self, sized: Callable[[int], Run]) -> None:
+        self.order: list[int] = []
+        self.most = 0
+        self._now = 0
+        self._sized = sized
+        self._lock = threading.Lock()
+
+    def __call__(self, command: list[str], options: VirtualRun) -> Run:
+        place = options.place
+        assert place is not None
+        with self._lock:
+            self.order.append(place.rank)
+            self._now += 1
+            self.most = max(self.most, self._now)
+        time.sleep(0.02)
+        with self._lock:
+            self._now -= 1
+        return self._sized(place.rank)
+
+
+@pytest.fixture
+def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int], Run]], Pretender]:
+    def made(sized: Callable[[int], Run]) -> Pretender:
+        found = Pretender(sized)
+        monkeypatch.setattr(world_run, "run_in_child", found)
+        monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2}, raising=False)
+        return found
+
+    return made
+
+
+def test_as_many_at_once_as_there_are_cores(pretend: Callable[..., Pretender]) -> None:
+    made = pretend(lambda _: QUICK)
+    found = run_world(lambda _: ["t.py"], H100, World(size=16), rank_choice("all", 16))
+    assert sorted(made.order) == sorted(found.runs) == list(range(16))
+    assert made.most == 3
+
+
+def test_auto_looks_for_the_rank_where_kinds_change_and_ends(pretend: Callable[..., Pretender]) -> None:
+    pretend(lambda rank: replace(QUICK, host_pinned_peak_bytes=int(rank < 3)))
+    found = run_world(lambda _: ["t.py"], H100, World(size=8))
+    assert {2, 3} <= set(found.runs) and len(found.runs) == 5
+    pretend(lambda rank: replace(QUICK, host_pinned_peak_bytes=rank))
+    assert len(run_world(lambda _: ["t.py"], H100, World(size=1024)).runs) == 8
+
+
+def test_no_rank_is_started_after_one_that_failed(pretend: Callable[..., Pretender]) -> None:
+    made = pretend(lambda rank: replace(QUICK, exit_code=int(rank == 1)))
+    found = run_world(lambda _: ["t.py"], H100, World(size=64), rank_choice("all", 64))
+    assert found.runs[1].exit_code == 1
+    assert len(made.order) < 8
+    ran_out = pretend(lambda _: oom_run())
+    run_world(lambda _: ["t.py"], H100, World(size=8), rank_choice("all", 8))
+    assert len(ran_out.order) == 8  # who runs out on one rank may want to know of all
+
+
+def test_what_a_rank_raises_is_raised(pretend: Callable[..., Pretender]) -> None:
+    def refused(rank: int) -> Run:
+        raise UsageError(f"not rank {rank}", "")
+
+    pretend(refused)
+    with pytest.raises(UsageError, match="not rank"):
+        run_world(lambda _: ["t.py"], H100, World(size=2))
+
+
+def test_worlds_that_cannot_be() -> None:
+    with pytest.raises(UsageError, match="12 ranks cannot be divided among nodes of 8"):
+        World(size=12)
+    with pytest.raises(UsageError, match="ranks_per_node=9"):
+        World(size=18, per_node=9)
+    assert World(size=12, per_node=4).nodes == 3
+    assert World(size=3).nodes == 1
+
+
+STAGES = """
+import os, torch, torch.distributed as dist
+
+dist.init_process_group("nccl")
+rank, size = dist.get_rank(), dist.get_world_size()
+torch.cuda.set_device(rank)
+rows = [2 << 20]
+if rank:
+    dist.recv_object_list(rows, src=rank - 1)
+kept = torch.empty(rows[0], dtype=torch.uint8, device="cuda")
+if rank < size - 1:
+    dist.send_object_list([2 * rows[0]], dst=rank + 1)
+"""
+
+
+def test_stages_that_wait_for_one_another_are_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0}, raising=False)  # those that wait are no load
+    found = run(written(tmp_path, STAGES), 3, "2")
+    assert [(rank, one.exit_code) for rank, one in found.runs.items()] == [(0, 0), (1, 0), (2, 0)]
+    assert found.waited_for == (0, 1)
+    used = [[d.index for d in one.devices if d.context_bytes] for one in found.runs.values()]
+    assert used == [[0], [1], [2]]
+    assert [one.devices[rank].peak_allocated_bytes >> 20 for rank, one in found.runs.items()] == [2, 4, 8]
+
+
+SPAWN = """
+import os, torch, torch.distributed as dist, torch.multiprocessing as mp
+
+def work(rank, size, mebibytes):
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", "12355"
+    dist.init_process_group("nccl", rank=rank, world_size=size)
+    torch.cuda.set_device(rank)
+    kept = torch.empty((mebibytes + 2 * rank) << 20, dtype=torch.uint8, device="cuda")
+    dist.all_reduce(kept)
+
+if __name__ == "__main__":
+    mp.spawn(work, args=(torch.cuda.device_count(), 20), nprocs=torch.cuda.device_count())
+"""
+
+
+def test_the_worker_of_a_spawn_is_that_of_the_rank(tmp_path: Path) -> None:
+    found = run(written(tmp_path, SPAWN), 4, "3")
+    peaks = {rank: one.devices[rank].peak_allocated_bytes >> 20 for rank, one in found.runs.items()}
+    assert peaks == {3: 26}
+
+
+WAITS = """
+import torch.distributed as dist
+dist.init_process_group("gloo")
+if dist.get_rank():
+    received = [None]
+    dist.recv_object_list(received, src=0)
+"""
+
+
+def test_a_rank_that_nobody_answers_says_for_whom_it_waits(tmp_path: Path) -> None:
+    found = run(written(tmp_path, WAITS), 2)
+    assert found.runs[0].exit_code == 0
+    assert (found.runs[1].error or "").startswith(
+        "UsageError: rank 1 of 2 waits for rank 0, which has ended without sending what it waits for"
+    )
+
+
+def test_a_program_that_never_joins_is_told(tmp_path: Path) -> None:
+    found = run(written(tmp_path, "import torch; torch.ones(4, device='cuda')"), 2, "0")
+    assert [one.code for one in found.runs[0].warnings] == ["no-process-group"]
+
+
+class TestWaiting:
+    """What ranks tell one another through files."""
+
+    def test_circles(self, tmp_path: Path) -> None:
+        rank_waits.prepare(tmp_path)
+        for rank, other in ((0, 2), (2, 5), (5, 0), (7, 0)):
+            rank_waits.note_waiting(tmp_path, rank, other)
+        assert rank_waits.in_circle(tmp_path, 0) == (0, 2, 5)
+        assert rank_waits.in_circle(tmp_path, 7) == ()  # its members tell
+        rank_waits.note_going_on(tmp_path, 5)
+        assert rank_waits.in_circle(tmp_path, 0) == ()
+        assert rank_waits.waiting(tmp_path) == {0: 2, 2: 5, 7: 0}
+
+    def test_a_circle_ends(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(world_child, "_CIRCLE", 0.05)
+        rank_waits.prepare(tmp_path)
+        rank_waits.note_waiting(tmp_path, 0, 1)
+        rank_waits.note_waiting(tmp_path, 1, 0)
+        place = RankPlace(rank=0, world_size=2, mailbox=str(tmp_path))
+        with pytest.raises(
+            UsageError, match=r"wait in a circle: rank 0, rank 1: on cards the program would hang"
+        ):
+            world_child._wait(tmp_path, place, Expected(rank=1, path=tmp_path / "letter"))
+
+    def test_a_letter_that_comes_ends_it(self, tmp_path: Path) -> None:
+        rank_waits.prepare(tmp_path)
+        letter = tmp_path / "letter"
+        timer = threading.Timer(0.1, letter.touch)
+        timer.start()
+        place = RankPlace(rank=0, world_size=2, mailbox=str(tmp_path))
+        world_child._wait(tmp_path, place, Expected(rank=1, path=letter))
+        assert letter.exists()
+        timer.join()
+
+
+def test_patches_of_a_rank_are_undone(tmp_path: Path) -> None:
+    from importlib import import_module
+
+    import torch.multiprocessing.spawn
+    from torch.distributed import distributed_c10d
+
+    from vramfit.patching import PatchStack
+    from vramfit.virtual.ranks.mailbox import Mailbox
+
+    spawning = import_module("torch.multiprocessing.spawn")
+
+    def state() -> tuple[object, ...]:
+        return (
+            Mailbox.take,
+            spawning.start_processes,
+            spawning.spawn,
+            torch.multiprocessing.spawn,
+            distributed_c10d._new_process_group_helper,
+        )
+
+    before = state()
+    with PatchStack() as patches:
+        world_child.install(RankPlace(rank=1, world_size=2, mailbox=str(tmp_path)), patches)
+        assert not any(one is two for one, two in zip(before, state(), strict=True))
+    assert state() == before
