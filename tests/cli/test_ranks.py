@@ -186,3 +186,55 @@ class TestCheck:
         found = vramfit("check", "train.py", "--ranks", "2", "--gpu", "RTX 4090", "--budget", "1GiB")
         assert found.code == 9
         assert "the program failed (exit code 9): ValueError: no" in found.err
+
+
+class TestFit:
+    """`vramfit fit` of a script with ranks."""
+
+    def test_the_fewest_cards(self, vramfit: Command, ranks: Ranks) -> None:
+        ranks.result = lambda _: QUICK if ranks.calls[-1][1].place.world_size > 2 else oom_run()  # type: ignore[union-attr]
+        found = vramfit("fit", "train.py", "--gpu", "RTX 4090", "--ranks", "auto", "--", "--lr", "1")
+        assert found.code == 0
+        assert found.out.startswith("✓ 4 cards RTX 4090 do: ")
+        assert {tuple(command) for command, _ in ranks.calls} == {("train.py", "--lr", "1")}
+        assert sorted({place.world_size for place in ranks.places}) == [1, 2, 4]
+        gate = ("fit", "train.py", "--gpu", "RTX 4090", "--ranks", "auto", "--at-least", "2")
+        assert vramfit(*gate).code == 3
+
+    @pytest.mark.parametrize(
+        "written", [("--batch-size", "3"), ("--batch-size=3",), ()], ids=["apart", "joined", "none"]
+    )
+    def test_the_largest_batch(self, vramfit: Command, ranks: Ranks, written: tuple[str, ...]) -> None:
+        def batch(command: list[str]) -> int:
+            return int(command[-1].rpartition("=")[2])
+
+        def result(_: int) -> Run:
+            size = batch(ranks.calls[-1][0])
+            return replace(QUICK, host_pinned_peak_bytes=0) if size <= 9 else oom_run()
+
+        ranks.result = result
+        line = ("--gpu", "RTX 4090", "--ranks", "1", "--largest", "batch-size", "--json", "-", "--", *written)
+        told = json.loads(vramfit("fit", "train.py", *line).out)
+        assert (told["sought"], told["value"], told["failing"], told["world_size"]) == (
+            "--batch-size",
+            9,
+            10,
+            1,
+        )
+        assert told["schema"] == "vramfit.fit-ranks/1"
+        assert batch(ranks.calls[0][0]) == (3 if written else 1)
+
+    @pytest.mark.parametrize(
+        ("line", "told"),
+        [
+            ("--ranks 4", "nothing is sought on 4 cards"),
+            ("--ranks many", "--ranks many is not a number of cards"),
+            ("--ranks auto --largest batch-size", "--ranks auto looks for the number of cards"),
+            ("--per-node 4", "--per-node is for a script with --ranks"),
+            ("--ranks 4 --largest bs -- --bs big", "the script's --bs is 'big', not a whole number"),
+        ],
+    )
+    def test_bad_input(self, vramfit: Command, ranks: Ranks, line: str, told: str) -> None:
+        found = vramfit("fit", "train.py", "--gpu", "RTX 4090", *line.split())
+        assert (found.code, ranks.calls) == (2, [])
+        assert told in found.err

@@ -35,6 +35,16 @@ Program = str | os.PathLike[str] | Callable[..., object]
 class WorldReport:
     """What ranks of a distributed program take; `run_ranks` makes it.
 
+    >>> _ = Path("ddp.py").write_text('''
+    ... import torch, torch.distributed as dist
+    ... dist.init_process_group("nccl")
+    ... torch.cuda.set_device(dist.get_rank())
+    ... torch.empty(dist.get_rank() + 1, 1 << 20, dtype=torch.uint8, device="cuda")
+    ... ''')
+    >>> found = vramfit.run_ranks("ddp.py", gpu="H100", world_size=2)
+    >>> found.worst, found.peak_allocated_bytes
+    (1, 2097152)
+
     Attributes:
         memory: what was found, rank by rank.
     """

@@ -8,13 +8,25 @@ from typing import Annotated
 import typer
 
 from vramfit.cli import options
+from vramfit.cli.fit_ranks import FitOptions, fit_ranks
 from vramfit.cli.printing import check_outputs, print_result, showing, wide_console
+from vramfit.cli.ranks import PANEL, PerNode
+from vramfit.errors import UsageError
+from vramfit.launch.limits import limits_from
 
 DOES_NOT_FIT = 3
 
 
 def fit_command(
-    workload: options.WorkloadName,
+    workload: Annotated[
+        str,
+        typer.Argument(
+            metavar="FILE.py:WORKLOAD", help="The file and the Workload in it; a script with --ranks."
+        ),
+    ],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="-- ARGS", help="The script's own.", show_default=False)
+    ] = None,
     gpu: options.Gpu = None,
     device: options.DeviceName = None,
     budget: options.Budget = None,
@@ -22,8 +34,28 @@ def fit_command(
     host_budget: options.HostBudget = None,
     largest: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="The size to make as large as possible.", show_default="the first"),
+        typer.Option(
+            metavar="NAME",
+            help="The size to make as large as possible; of a script an option of its own: batch-size.",
+            show_default="the first",
+        ),
     ] = None,
+    ranks: Annotated[
+        str | None,
+        typer.Option(
+            metavar="auto|N",
+            help="Of a distributed script: look for the fewest cards, or with --largest for a value on N of them.",
+            rich_help_panel=PANEL,
+        ),
+    ] = None,
+    per_node: PerNode = None,
+    most_ranks: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=1, help="Cards to try at most.", show_default="64", rich_help_panel=PANEL
+        ),
+    ] = None,
+    steps: options.Steps = None,
     size: options.Sizes = None,
     plan: Annotated[Path | None, typer.Option(metavar="PLAN.toml", help="Apply this plan first.")] = None,
     card: options.OnCard = None,
@@ -38,8 +70,17 @@ def fit_command(
 
     Each try is a run on the virtual GPU with a model of its own; what was found is run on the card too where this
     machine has one of that kind. The exit code is 3 if not even 1 fits, or less than --at-least.
+
+    With --ranks auto it is the fewest cards (1, 2, 4, 8, ...) on which a distributed script fits: vramfit fit train.py
+    --gpu H100 --ranks auto -- ARGS. With --ranks 8 --largest batch-size, the largest value of an option of its own.
     """
     check_outputs([("--json", json)])
+    if ranks is not None:
+        sought = FitOptions(
+            ranks=ranks, per_node=per_node, largest=largest, at_least=at_least, most=most_ranks
+        )
+        _of_ranks(workload, arguments or [], sought, gpu=gpu, conf=alloc_conf, steps=steps, json=json)
+    _refuse_script_options(arguments, steps=steps, per_node=per_node, most_ranks=most_ranks)
     room = options.room_of(gpu, device, budget, margin, host_budget, alloc_conf)
     with showing() as progress:
         from vramfit.planner.planner_run import fit_in_child
@@ -63,3 +104,32 @@ def fit_command(
     )
     if found.value < (at_least or 1):
         raise typer.Exit(DOES_NOT_FIT)
+
+
+def _of_ranks(
+    script: str,
+    arguments: list[str],
+    sought: FitOptions,
+    *,
+    gpu: str | None,
+    conf: str | None,
+    steps: str | None,
+    json: Path | None,
+) -> None:
+    """Search with ranks of a script; ends the command."""
+    from vramfit.gpus import find_gpu
+    from vramfit.virtual.virtual_run import VirtualRun
+
+    if gpu is None:
+        raise UsageError("no card is given", "Choose one with --gpu NAME, such as --gpu H100")
+    options.check_alloc_conf(conf)
+    where = VirtualRun(gpu=find_gpu(gpu), alloc_conf=conf, limits=limits_from(steps, None))
+    fit_ranks(script, arguments, where, sought, json)
+
+
+def _refuse_script_options(arguments: list[str] | None, **given: object) -> None:
+    """Make sure that nothing is asked of a workload that only a script with ranks has."""
+    for name, value in (("ARGS", arguments), *given.items()):
+        if value is not None:
+            option = name if name == "ARGS" else "--" + name.replace("_", "-")
+            raise UsageError(f"{option} is for a script with --ranks", "Leave it out, or add --ranks auto")

@@ -192,14 +192,6 @@ def run_ranks(options: WorldOptions, where: VirtualRun, json: Path | None = None
     return memory_of(found, options.launcher)
 
 
-def exit_code(found: WorldMemory) -> int:
-    """The exit code of ranks: 3 if the worst does not fit, else that of the first that failed."""
-    from vramfit.cli.run import exit_code as of_one
-
-    codes = [of_one(rank.run, rank.verdict) for rank in (found.decisive, *found.ranks)]
-    return next((code for code in codes if code), 0)
-
-
 def tell(found: WorldMemory, json: Path | None) -> None:
     """Print the ranks and then the worst of them as a run of its own; write the JSON that was asked for."""
     from vramfit.console import SafeConsole

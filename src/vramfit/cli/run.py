@@ -23,7 +23,6 @@ from vramfit.cli.ranks import (
     tell,
     world_of,
 )
-from vramfit.cli.ranks import exit_code as exit_code_of_ranks
 from vramfit.cli.where import DEFAULT_TOLERANCE, chosen, compare, read_reference, run_program, with_cudnn
 from vramfit.errors import UsageError
 from vramfit.launch.limits import limits_from
@@ -211,7 +210,8 @@ def _run_ranks(
     finally:
         worst = found.decisive
         _write(worst.run, worst.verdict, None, replace(outputs, json=None))
-    raise typer.Exit(exit_code_of_ranks(found))
+    codes = [exit_code(rank.run, rank.verdict) for rank in (found.decisive, *found.ranks)]
+    raise typer.Exit(next((code for code in codes if code), 0))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

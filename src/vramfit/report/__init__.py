@@ -5,6 +5,7 @@ from vramfit.report.check import CHECK_SCHEMA as CHECK_SCHEMA
 from vramfit.report.check import Check as Check
 from vramfit.report.diff import DIFF_SCHEMA as DIFF_SCHEMA
 from vramfit.report.explain import Explanation as Explanation
+from vramfit.report.fit_ranks import FIT_RANKS_SCHEMA as FIT_RANKS_SCHEMA
 from vramfit.report.html import render_html as render_html
 from vramfit.report.html import render_trace_html as render_trace_html
 from vramfit.report.html import write_page as write_page
