@@ -96,6 +96,7 @@ def test_options_of_a_long_list_are_in_groups(help_of: Callable[..., str]) -> No
     assert titles == [
         "Arguments",
         "Options",
+        "Several cards",
         "What is assumed",
         "When it ends, and the files that it writes",
         "What is written",
