@@ -171,6 +171,12 @@ def _verdict(found: WorldMemory) -> Text:
         return Text.assemble(
             ("! the program failed ", "bold red"), f"on rank {failed.rank} of {found.size:,}: {error}"
         )
+    if found.fits is None and worst.verdict.outcome is Outcome.FITS_SO_FAR:
+        return Text.assemble(
+            ("~ fits so far ", "bold yellow"),
+            f"{where}: it was ended early; until then rank {worst.rank} took the most, "
+            f"{format_bytes(worst.needed)} of {format_bytes(card.total)}{told}",
+        )
     if found.fits is None:
         return Text.assemble(
             ("! not known ", "bold yellow"),
