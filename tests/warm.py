@@ -51,7 +51,14 @@ _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER, linux/prctl.h
 _READ_AT_START = ("PYTHON", "LD_", "OMP_", "MKL_", "OPENBLAS_", "TORCH", "PYTORCH")
 """Beginnings of variables that interpreters and libraries read when they start: they must be the nursery's."""
 
-_READ_LATER = frozenset({"TORCHINDUCTOR_CACHE_DIR", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"})
+_READ_LATER = frozenset(
+    {
+        "TORCHINDUCTOR_CACHE_DIR",
+        "PYTORCH_ALLOC_CONF",
+        "PYTORCH_CUDA_ALLOC_CONF",
+        "PYTORCH_NVML_BASED_CUDA_CHECK",  # accelerate and Lightning set it when they are imported
+    }
+)
 """Variables among these that are read whenever they are needed, in a torch without CUDA."""
 
 _MODULES = (
