@@ -386,7 +386,6 @@ def _import_everything(more: Sequence[str]) -> None:
     import vramfit.api
     import vramfit.calibrate.worker
     import vramfit.cli
-    import vramfit.inference
     import vramfit.planner.planner_child
     import vramfit.record.record_child
     import vramfit.report
@@ -395,7 +394,8 @@ def _import_everything(more: Sequence[str]) -> None:
     import vramfit.virtual.ranks.one_process
     import vramfit.virtual.virtual_child
 
-    for package in (vramfit.analysis, vramfit.api, vramfit.inference, vramfit.report, vramfit.techniques):
+    # Not of `inference`: its caches import transformers.
+    for package in (vramfit.analysis, vramfit.api, vramfit.report, vramfit.techniques):
         for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             importlib.import_module(found.name)
     for name in (*_MODULES, *more):
