@@ -3,8 +3,8 @@
 A process of its own, the nursery, imports them once and computes nothing. Asked for a Python program, it forks, and the
 fork becomes what the command line would have started: with its arguments, folder, variables, input and output, as
 ``__main__`` of its own, and as a child of whoever asked, who waits for it and sends it signals as to any other. Only
-the start of the interpreter is not tested that way: some of `tests.virtual.test_runner` and all tests of `launch` and
-`files` start theirs cold. Programs that use transformers have a nursery of their own, which has imported that too.
+the start of the interpreter is not tested that way: some of `tests.virtual.test_runner` and of `launch`, and all tests
+of `files`, start theirs cold. Programs that use transformers have a nursery of their own, which has imported that too.
 """
 
 from __future__ import annotations

@@ -352,8 +352,13 @@ class StorageMeter(Generic[RecordT]):
             )
 
     def _out_of_memory(self, error: OutOfMemory, device: int, nbytes: int, op: str) -> torch.OutOfMemoryError:
-        card = self.machine.devices[device]
         message = error.torch_message()
+        self.note_oom(message, device, nbytes, op)
+        return torch.OutOfMemoryError(message)
+
+    def note_oom(self, message: str, device: int, nbytes: int, op: str) -> None:
+        """Note that a card is full: for torch's allocator, or for a library that takes memory beside it."""
+        card = self.machine.devices[device]
         index = self.stacks.current(self._backward_stack)
         stack: tuple[Frame, ...] = self.builder.frames_of(index)
         self.builder.append(
@@ -383,7 +388,6 @@ class StorageMeter(Generic[RecordT]):
             to_come=self._still_to_come(device),
         )
         self.machine.notify_oom(device, nbytes, card.allocator.allocated_bytes, card.driver.free_bytes)
-        return torch.OutOfMemoryError(message)
 
     def _still_to_come(self, device: int) -> StillToCome:
         def here(tensor: torch.Tensor) -> bool:

@@ -338,7 +338,8 @@ class VirtualGPU:
         meter.collect()
         self._builder.meta["alloc_conf"] = machine.config.to_string()
         oom = meter.oom
-        if oom is not None and isinstance(error, torch.OutOfMemoryError):
+        # NCCL's error is of another type, with the message that was noted.
+        if oom is not None and (isinstance(error, torch.OutOfMemoryError) or str(error) == oom.message):
             oom = meter.unhandled_oom()
         return Run(
             trace=self._builder.finish(devices=self._trace_devices()),
@@ -438,9 +439,9 @@ class VirtualGPU:
         if nccl is not None and nccl.total.high:
             low, likely, high = (format_bytes(part) for part in astuple(nccl.total))
             self._machine.warn(
-                "nccl-uncounted",
-                f"NCCL takes about {likely} of the card ({low} to {high}) outside torch's allocator, which the figures "
-                "of this report leave out",
+                "nccl-estimated",
+                f"what NCCL takes of the card outside torch's allocator is estimated: {likely} ({low} to {high}), "
+                "counted with the context",
             )
 
     def _trace_devices(self) -> tuple[TraceDevice, ...]:

@@ -56,7 +56,7 @@ class VirtualDevice:
     Attributes:
         index: its number in the program, after ``CUDA_VISIBLE_DEVICES``.
         physical_index: its number in the machine.
-        context_bytes: memory of the card that a CUDA context takes, outside torch's allocator.
+        context_bytes: memory of the card that a CUDA context and libraries take, outside torch's allocator.
         uuid: stable for a given card and position.
     """
 
@@ -107,9 +107,12 @@ class VirtualDevice:
             return
         self._libraries.add(name)
         measured = self._machine.measured
-        growth = 0 if measured is None else measured.profile.library_bytes.get(name, 0)
-        self.context_bytes += growth
-        self.driver.outside_bytes += growth
+        self.take_outside(0 if measured is None else measured.profile.library_bytes.get(name, 0))
+
+    def take_outside(self, nbytes: int) -> None:
+        """Take memory of the card outside torch's allocator for good; whoever takes it sees to it that it is there."""
+        self.context_bytes += nbytes
+        self.driver.outside_bytes += nbytes
 
     @property
     def allocator_used(self) -> bool:

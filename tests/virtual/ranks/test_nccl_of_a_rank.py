@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,6 +13,7 @@ from vramfit.gpus.nccl.collective_times import NcclCollective, collective_second
 from vramfit.gpus.nccl.communicator_log import CommunicatorLog
 from vramfit.gpus.nccl.nccl_memory import process_memory
 from vramfit.gpus.nccl.node_types import usual_node
+from vramfit.runtime.oom_forms import ShortOf, recognised
 from vramfit.units import format_bytes
 from vramfit.virtual.gpu import VirtualGPU
 
@@ -19,7 +22,7 @@ ELEMENTS = 1 << 20
 
 
 def told(gpu: VirtualGPU) -> list[str]:
-    return [warning.message for warning in gpu.run.warnings if warning.code == "nccl-uncounted"]
+    return [warning.message for warning in gpu.run.warnings if warning.code == "nccl-estimated"]
 
 
 def test_a_group_that_asks_for_nothing_takes_nothing() -> None:
@@ -56,4 +59,47 @@ def test_the_first_collective_makes_the_communicator(
         <= took
     )
     (line,) = told(gpu)
-    assert f"about {format_bytes(taken.total.likely)} of the card" in line
+    assert f"estimated: {format_bytes(taken.total.likely)} (" in line
+    assert gpu.run.devices[3].context_bytes == H100.typical_context_bytes + taken.total.likely
+    assert gpu.run.devices[2].context_bytes == 0
+
+
+def test_what_it_takes_is_no_more_free_and_each_size_is_counted_once() -> None:
+    with VirtualGPU("H100", rank=0, world_size=8) as gpu:
+        dist.init_process_group("nccl")
+        values = torch.ones(ELEMENTS, device="cuda:0")
+        free = [torch.cuda.mem_get_info(0)[0]]
+        for _ in range(3):
+            dist.all_reduce(values)
+            free.append(torch.cuda.mem_get_info(0)[0])
+        assert gpu.communicators is not None
+        taken = gpu.communicators.nccl_memory()
+    assert taken is not None and free[0] - free[1] == taken.total.likely
+    assert free[1] == free[2] == free[3]
+
+
+@pytest.mark.parametrize("caught", [False, True])
+def test_a_card_without_room_for_it_does_not_fit(caught: bool) -> None:
+    """The collective fails with NCCL's error, which is told as running out of memory."""
+    gpu = VirtualGPU("H100", rank=0, world_size=8)
+
+    def program() -> None:
+        dist.init_process_group("nccl")
+        values = torch.ones(ELEMENTS, device="cuda:0")
+        room = torch.cuda.mem_get_info(0)[0] - (64 << 20)
+        held = torch.empty(room, dtype=torch.uint8, device="cuda:0")
+        try:
+            dist.all_reduce(values)
+        except dist.DistBackendError as error:
+            found = recognised(error)
+            assert found is not None and found.of is ShortOf.NCCL
+            if not caught:
+                raise
+        del held
+
+    with contextlib.nullcontext() if caught else pytest.raises(dist.DistBackendError), gpu:
+        program()
+    oom = gpu.run.oom
+    assert oom is not None and oom.op == "NCCL: all-reduce" and oom.free_bytes < oom.requested_bytes
+    assert (oom.handled, gpu.run.ran_out) == (caught, not caught)
+    assert gpu.run.devices[0].context_bytes == H100.typical_context_bytes, "nothing was taken"

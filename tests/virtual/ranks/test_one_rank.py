@@ -225,6 +225,7 @@ def test_scripted_functions_know_the_replaced_tensor_constructor(card: VirtualGP
 
 
 @pytest.mark.parametrize("sharded", ["fully_shard", "FSDP"])
+@pytest.mark.usefixtures("no_garbage")
 def test_a_model_that_is_still_on_the_host_is_sharded_onto_the_card(alone: VirtualGPU, sharded: str) -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 

@@ -54,7 +54,7 @@ def install(mode: OpRunner, place: RankPlace, patches: PatchStack) -> Communicat
     from vramfit.virtual.ranks.peer_values import PeerValues
     from vramfit.virtual.ranks.sent_numbers import SentNumbers
 
-    communicators, values, mailbox = Communicators(mode.machine, place), PeerValues(mode), Mailbox(place)
+    communicators, values, mailbox = Communicators(mode, place), PeerValues(mode), Mailbox(place)
     numbers, sizes = SentNumbers(mode, mailbox, values), AskedSizes(mode)
     rules = (
         handlers(communicators, values, numbers, sizes)

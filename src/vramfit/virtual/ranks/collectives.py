@@ -278,7 +278,7 @@ def _peer_handler(name: str, communicators: Communicators, numbers: SentNumbers)
             return communicators.work(group, None, 0.0, results=tensors, tensors=tensors, let_go=let_go)
         nbytes, device = sum(t.numel() * t.element_size() for t in tensors), card.index or 0
         if peer is not None:
-            communicators.note_peer(group, peer, nbytes, sends=name == "send")
+            communicators.note_peer(group, peer, nbytes, device, sends=name == "send")
         until, _ = communicators.run(group, NcclCollective.SEND_RECEIVE, nbytes, device, own_stream=True)
         return communicators.work(group, device, until, results=tensors, tensors=tensors, let_go=let_go)
 

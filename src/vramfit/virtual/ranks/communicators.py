@@ -9,18 +9,24 @@ from typing import Any
 
 import torch
 from torch._C._distributed_c10d import FakeProcessGroup
-from torch.distributed import ProcessGroup, distributed_c10d
+from torch.distributed import DistBackendError, ProcessGroup, distributed_c10d
 
 from vramfit.gpus.nccl.collective_times import NcclCollective, collective_seconds
 from vramfit.gpus.nccl.communicator_log import CommunicatorLog
 from vramfit.gpus.nccl.nccl_memory import NcclMemory, process_memory
 from vramfit.gpus.nccl.nccl_settings import NcclSettings
 from vramfit.gpus.nccl.node_types import usual_node
-from vramfit.virtual.machine import Machine
+from vramfit.virtual.op_runner import OpRunner
 from vramfit.virtual.ranks.rank_place import RankPlace
 from vramfit.virtual.ranks.works import Pending, PendingWork
 from vramfit.virtual.simulated_streams import HIGHEST_PRIORITY, LOWEST_PRIORITY, Engine
 from vramfit.virtual.torch_cuda.properties import release_for
+
+# The form of torch/csrc/distributed/c10d/NCCLUtils.hpp (C10D_NCCL_CHECK) and of NCCL's src/include/checks.h.
+_NCCL_FAILED = (
+    "NCCL error in: ProcessGroupNCCL.cpp, unhandled cuda error (run with NCCL_DEBUG=INFO for details), NCCL version "
+    "{version}\nncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'"
+)
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -34,6 +40,7 @@ class Communicator:
         urgent: its streams are of high priority.
         streams: its stream on each card, made when it first runs there.
         pending: works for which nobody has waited.
+        peers: ranks of the world that it sends to (True) or receives from (False).
         seconds: what each collective takes, by kind and bytes, once it was worked out.
     """
 
@@ -43,6 +50,7 @@ class Communicator:
     urgent: bool = False
     streams: dict[int, int] = field(default_factory=dict)
     pending: Pending = field(default_factory=Pending)
+    peers: set[tuple[int, bool]] = field(default_factory=set)
     seconds: dict[tuple[NcclCollective, int], float] = field(default_factory=dict)
 
     @property
@@ -54,17 +62,23 @@ class Communicator:
 class Communicators:
     """The communicators of a run, by the name of the group.
 
+    NOTE [NCCL on the card]: what NCCL takes lies outside torch's allocator, and is there from the first collective that
+    needs it. The likely figure is taken of the card, as the context is; where it is not free, the collective fails as
+    on a card. Nothing is given back: torch destroys communicators at the end of a program.
+
     Args:
-        machine: the virtual machine.
+        mode: of the run.
         place: which rank of it runs here.
     """
 
-    def __init__(self, machine: Machine, place: RankPlace) -> None:
-        self.machine = machine
+    def __init__(self, mode: OpRunner, place: RankPlace) -> None:
+        self.machine = mode.machine
+        self._meter = mode.meter
         self.place = place
         self.urgent: set[str] = set()
         self._known: dict[str, tuple[Any, Communicator]] = {}
         self._log: CommunicatorLog | None = None
+        self._taken: dict[int, int] = {}  # by NCCL, of each card
 
     @property
     def log(self) -> CommunicatorLog:
@@ -81,14 +95,38 @@ class Communicators:
             )
         return self._log
 
-    def note_peer(self, communicator: Communicator, peer: int, nbytes: int, *, sends: bool) -> None:
-        """Note that tensors go to a rank of the world, or come from it."""
+    def note_peer(
+        self, communicator: Communicator, peer: int, nbytes: int, device: int, *, sends: bool
+    ) -> None:
+        """Note that tensors go to a rank of the world, or come from it.
+
+        Raises:
+            DistBackendError: the card has no room for NCCL's buffers.
+        """
         note = self.log.send if sends else self.log.receive
         note(communicator.name, communicator.ranks, peer, nbytes)
+        if (peer, sends) not in communicator.peers:
+            communicator.peers.add((peer, sends))
+            self._take(device, "send and receive")
 
     def nccl_memory(self) -> NcclMemory | None:
         """What NCCL takes of this rank's card beside torch's allocator; None where nothing was asked of it."""
         return None if self._log is None else process_memory(self._log.uses())
+
+    def _take(self, device: int, op: str) -> None:
+        """Take what NCCL needs by now of a card. See NOTE [NCCL on the card]."""
+        memory = self.nccl_memory()
+        growth = 0 if memory is None else memory.total.likely - self._taken.get(device, 0)
+        if growth <= 0:
+            return
+        card = self.machine.device(device)
+        if growth > card.driver.free_bytes:
+            version = ".".join(map(str, self.log.version))
+            message = _NCCL_FAILED.format(version=version)
+            self._meter.note_oom(message, device, growth, f"NCCL: {op}")
+            raise DistBackendError(message)
+        self._taken[device] = self._taken.get(device, 0) + growth
+        card.take_outside(growth)
 
     def forget(self) -> None:
         """Let everything go that pending works hold, and forget all groups."""
@@ -128,6 +166,9 @@ class Communicators:
             nbytes: see `collective_seconds`.
             device: index of the card.
             own_stream: it runs on the group's stream, which waits for the program's current one first.
+
+        Raises:
+            DistBackendError: the card has no room for NCCL's buffers.
         """
         machine, clock = self.machine, self.machine.clock
         stream = current = machine.current_stream(device)
@@ -135,10 +176,11 @@ class Communicators:
         if own_stream:
             stream = self._stream(communicator, device)
             clock.hold(device, stream, clock.reached(device, current))
-        if kind is not NcclCollective.SEND_RECEIVE:
-            self.log.collective(communicator.name, communicator.ranks, kind, nbytes)
         seconds = communicator.seconds.get((kind, nbytes))
         if seconds is None:
+            if kind is not NcclCollective.SEND_RECEIVE:
+                self.log.collective(communicator.name, communicator.ranks, kind, nbytes)
+                self._take(device, kind.value)
             layout = self.log.layout(communicator.ranks)
             seconds = communicator.seconds[kind, nbytes] = collective_seconds(kind, nbytes, layout)
         clock.work(1e6 * seconds, device, stream, Engine.LINK)
