@@ -60,7 +60,7 @@ GROUPS: dict[str, dict[str, Case]] = {
         "generate-beams": Case(
             "llm_cache_generate", f"{GENERATE} --search beams --caches dynamic static quantized"
         ),
-        "generate-sample": Case("llm_cache_generate", f"{GENERATE} --search sample --caches dynamic"),
+        "generate-sample": Case("llm_cache_generate", f"{GENERATE} --search sample --caches dynamic static"),
         "generate-assisted": Case("llm_cache_generate", f"{GENERATE} --search assisted --caches dynamic"),
         "lora": Case("peft_lora", f"{LORA} --merge"),
         "dora": Case("peft_lora", f"{LORA} --method dora"),

@@ -251,6 +251,7 @@ class TestGenerate:
     def test_sampling_and_assistants_hold_no_other_cache(self, results: Path) -> None:
         sampled, assisted = report(results, "generate-sample"), report(results, "generate-assisted")
         assert self.cache(sampled, "dynamic") == round(self.TOKENS * self.TOKEN / MIB, 3)
+        assert self.cache(sampled, "static") == round((self.TOKENS + 1) * self.TOKEN / MIB, 3)
         assert self.cache(assisted, "dynamic") == round(self.TOKENS * self.TOKEN / 2 / MIB, 3)  # one prompt
 
 
