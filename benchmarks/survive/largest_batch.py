@@ -124,6 +124,7 @@ def case(network: str, optimizer: str, gib: float) -> tuple[str, int, int]:
             optimizers=(there.optimizer,),
             start=1,
             most=1 << 20,
+            steps=3,
         )
 
     limit = card.total_bytes - card.typical_context_bytes

@@ -31,7 +31,7 @@ class BatchQuestion:
         optimizers: that the step steps; without their states, which the step makes.
         start: the size to begin with.
         most: the largest size that is of use.
-        steps: that must fit, one after the other: the first makes the optimizer's states.
+        steps: of a trial, for each kind of batch: the first makes the optimizer's states.
     """
 
     step: Callable[[Any], Any]
@@ -40,7 +40,7 @@ class BatchQuestion:
     optimizers: Sequence[torch.optim.Optimizer]
     start: int
     most: int
-    steps: int = 3
+    steps: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,7 +114,9 @@ def largest_on(
             return question[0].models[0]
 
         def step(state: Any, _batch: Any) -> None:
-            asked = question[0]
+            if not question:  # devices run a step again to see what it costs; here all of a trial is in the first
+                return
+            asked = question.pop()
             for other in asked.models[1:]:
                 other.to(state.device)
             for make in asked.make_batch:
@@ -123,7 +125,10 @@ def largest_on(
 
         # Within the limit, since an allocator that is short gives cached segments back before it gives up.
         cost = own_step_cost(device, model, step, limit + outside[0] if outside else None)
-        outside[:] = [cost.outside_bytes]
+        if not outside:
+            outside[:] = [cost.outside_bytes]
+            if cost.peak_reserved_bytes > limit:
+                cost = own_step_cost(device, model, step, limit + outside[0])
         fits = cost.fits and cost.peak_reserved_bytes <= limit
         return BatchTrial(size=size, fits=fits, peak_bytes=cost.peak_reserved_bytes if fits else 0)
 
