@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -144,6 +147,45 @@ def test_states_that_were_made_in_the_reserve_are_told_until_there_is_room_for_a
         told.append(("reserve", "it is whole again"))
         assert [(event.kind, event.evidence) for event in survivor.events] == told
         survivor.close()
+
+
+class Failing(torch.optim.SGD):
+    """Steps, and then fails in every second step."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        self.steps = getattr(self, "steps", 0) + 1
+        if self.steps % 2 == 0:
+            raise ValueError("a user's own error")
+
+
+def test_a_reserve_is_whole_after_an_error_and_gone_after_the_end() -> None:
+    """Also one beside another, and after the end steps go on without it."""
+    with vramfit.VirtualGPU("RTX 4090", alloc_conf="", profile="none"):
+        model = nn.Linear(64, 64).cuda()
+        optimizer, batch = Failing(model.parameters()), torch.empty(4, 64, device="cuda")
+
+        def loss(whole: nn.Module, given: torch.Tensor) -> torch.Tensor:
+            return whole(given).square().mean()
+
+        loss(model, batch).backward()  # with cuBLAS' workspace
+        model.zero_grad()
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved()
+        with (
+            vramfit.survive(model, optimizer, loss=loss, reserve="64MiB") as survivor,
+            vramfit.survive(model, optimizer, loss=loss, reserve="32MiB"),
+        ):
+            for fails in (False, True, False, True):
+                with pytest.raises(ValueError, match="own") if fails else contextlib.nullcontext():
+                    survivor.step(batch)
+                torch.cuda.empty_cache()
+                assert torch.cuda.memory_reserved() == before + 96 * MIB
+                assert torch.cuda.memory_allocated() > 96 * MIB  # nobody else gets it
+        torch.cuda.empty_cache()
+        assert torch.cuda.memory_reserved() == before
+        survivor.step(batch)
+        assert survivor.events == []
 
 
 def test_a_reserve_needs_a_card_with_room() -> None:

@@ -201,12 +201,13 @@ class Survivor:
 
     def close(self) -> None:
         """Leave the model as it was but for its values, and the optimizer's states where they belong."""
+        if self._reserve is not None:
+            self._reserve.close()
+            self._reserve = None
         self.live.undo()
         self._standing = 0
         if self._votes is not None:
             self._votes.close()
-        if self._reserve is not None:
-            self._reserve.close()
         if self._guard.hosted:
             self._recovery.release()
             self._bring_back()
