@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -195,6 +197,40 @@ def test_calls_go_on_from_one_another_until_a_file_is_another(tmp_path: Path) ->
     layers.write_text(" 2")
     assert planned().solved.remembered == 0
     assert planned(fresh=True).solved.remembered == 0
+
+
+def test_files_that_come_later_are_seen_though_paths_are_looked_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A module that a later run imports, a file that could not be read at first, and the same name elsewhere."""
+    evidence = Evidence(JOB, tmp_path / "own")
+    first, second = tmp_path / "first", tmp_path / "second"
+    for folder in (first, second):
+        folder.mkdir()
+        (folder / "sizes.json").write_text(folder.name)
+    late, absent, module = tmp_path / "late.json", tmp_path / "absent.json", tmp_path / "later_module.py"
+
+    def opened(path: object) -> None:
+        evidence._opened("open", (str(path), "r", 0))
+
+    monkeypatch.chdir(first)
+    for path in ("sizes.json", late, absent, tmp_path / "own" / "answer.json"):
+        opened(path)
+    for _ in range(2):
+        found = evidence.files()
+        assert str(first / "sizes.json") in found and not {str(late), str(absent)} & found.keys()
+    late.write_text("4")
+    module.write_text("width = 128")
+    imported = ModuleType(module.stem)
+    imported.__file__ = str(module)
+    monkeypatch.setitem(sys.modules, module.stem, imported)
+    monkeypatch.chdir(second)
+    opened("sizes.json")
+    found = evidence.files()
+    own = {str(path) for path in (first / "sizes.json", second / "sizes.json", late, module)}
+    assert own <= found.keys()
+    assert {path: found[path] for path in own} == {path: digest_of(Path(path)) for path in own}
+    assert not {str(absent), str(tmp_path / "own" / "answer.json")} & found.keys()
 
 
 def test_a_damaged_file_of_the_cache_is_as_good_as_none(
