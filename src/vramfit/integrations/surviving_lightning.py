@@ -36,7 +36,7 @@ class LightningSurvivalCallback(Callback):
 
     Args:
         options: how far it may go, as `vramfit.survive` takes it: numerics, reduction, labels, patience,
-            host_margin, on_event.
+            host_margin, reserve, on_event.
 
     Attributes:
         events: what was done in the latest fit.
