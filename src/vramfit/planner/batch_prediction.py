@@ -114,9 +114,7 @@ def largest_on(
             return question[0].models[0]
 
         def step(state: Any, _batch: Any) -> None:
-            if (
-                not question
-            ):  # devices run a step again to see what it costs; here all of a trial is in the first
+            if not question:  # devices run a step again; all of a trial is in the first
                 return
             asked = question.pop()
             for other in asked.models[1:]:
