@@ -87,36 +87,15 @@ def largest_batch(
         UsageError: arguments are no such, or the model is sharded.
         BaseException: what a step raises beside running out of memory; everything is as before then, too.
     """
-    call_argument("step", step)
-    models, optimizers = (
-        _several("model", model, nn.Module),
-        _several("optimizer", optimizer, torch.optim.Optimizer),
-    )
-    if not models:
-        raise UsageError("model names none", "Give the model that the step uses")
-    for other in others:
-        if not isinstance(other, torch.amp.GradScaler) and not hasattr(other, "load_state_dict"):
-            raise UsageError(
-                f"others has {shown(other)}, whose state cannot be put back", "Give what has load_state_dict"
-            )
+    subject = _subject(step, make_batch, model, optimizer, others)
     if predict not in ("auto", "never", "always"):
         raise UsageError(f"predict={shown(predict)} is no choice", 'Give "auto", "never" or "always"')
-    makers = _makers(make_batch)
-    device = next((one.device for one in models[0].parameters()), torch.device("cpu"))
     settings = SearchSettings(
         start=whole_argument("start", start, least=1),
         most=whole_argument("most", most, least=1),
         steps=whole_argument("steps", steps, least=2),
-        margin_bytes=_margin(margin, device),
+        margin_bytes=_margin(margin, subject.device),
         vote_seconds=number_argument("vote_seconds", vote_seconds, least=0.1, most=1e6),
-    )
-    subject = TrialSubject(
-        step=step,
-        make_batch=makers,
-        models=models,
-        optimizers=optimizers,
-        others=tuple(others),
-        device=device,
     )
     if predicted is not None:
         known = whole_argument("predicted", predicted, least=1)
@@ -124,6 +103,28 @@ def largest_batch(
         limit = None if budget is None else size_argument("budget", budget)
         known = _predicted(subject, settings, predict, limit, gpu)
     return find_largest_batch(subject, settings, known)
+
+
+def _subject(step: Any, make_batch: Any, model: Any, optimizer: Any, others: Sequence[Any]) -> TrialSubject:
+    """What is tried, of arguments that are checked."""
+    call_argument("step", step)
+    models = _several("model", model, nn.Module)
+    optimizers = _several("optimizer", optimizer, torch.optim.Optimizer)
+    if not models:
+        raise UsageError("model names none", "Give the model that the step uses")
+    for other in others:
+        if not isinstance(other, torch.amp.GradScaler) and not hasattr(other, "load_state_dict"):
+            raise UsageError(
+                f"others has {shown(other)}, whose state cannot be put back", "Give what has load_state_dict"
+            )
+    return TrialSubject(
+        step=step,
+        make_batch=_makers(make_batch),
+        models=models,
+        optimizers=optimizers,
+        others=tuple(others),
+        device=next((one.device for one in models[0].parameters()), torch.device("cpu")),
+    )
 
 
 def _predicted(

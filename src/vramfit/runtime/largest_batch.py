@@ -81,16 +81,16 @@ class SearchSettings:
     """How the largest batch is looked for.
 
     Attributes:
+        steps: of a trial, for each kind of batch.
         start: the size to begin with where nothing is predicted.
         most: the largest size that is of use.
-        steps: of a trial, for each kind of batch.
         margin_bytes: left free during a trial.
         vote_seconds: that a rank waits for the others.
     """
 
+    steps: int
     start: int = 1
     most: int = 1 << 20
-    steps: int = 3
     margin_bytes: int = 0
     vote_seconds: float = 300.0
 
