@@ -12,6 +12,7 @@ import typer
 from vramfit.cli.printing import apart_from_json, print_result, wide_console
 from vramfit.cli.ranks import RankOptions, WorldOptions, run_ranks, world_of
 from vramfit.errors import UsageError
+from vramfit.units import counted
 
 if TYPE_CHECKING:
     from vramfit.analysis.rank_memory import WorldMemory
@@ -57,7 +58,11 @@ def fit_ranks(
     def run(cards: int, words: Sequence[str]) -> WorldMemory:
         world = world_of(None, [script, *words], RankOptions(ranks=cards, per_node=given.per_node, rank=None))
         assert isinstance(world, WorldOptions)
-        told = f"{cards} ranks" if given.largest is None else f"{given.largest} {_value(words, _name(given))}"
+        told = (
+            counted(cards, "rank")
+            if given.largest is None
+            else f"{given.largest} {_value(words, _name(given))}"
+        )
         typer.echo(f"vramfit: {told}", err=True)
         return run_ranks(world, replace(where), json)
 

@@ -53,9 +53,10 @@ def _verdict(found: WorldSearch) -> Text:
                 f"{format_bytes(last.total_bytes)} of {memory}",
             )
         fewer = f"; {counted(found.failing, 'card')} do not" if found.failing > 1 else "; one does not"
+        does = "does" if best.value == 1 else "do"
         return Text.assemble(
             (f"✓ {counted(best.value, 'card')} ", "bold green"),
-            f"{found.gpu} do: {format_bytes(best.total_bytes)} of {memory} on the worst rank, {best.worst}"
+            f"{found.gpu} {does}: {format_bytes(best.total_bytes)} of {memory} on the worst rank, {best.worst}"
             f"{fewer if found.failing else ''}",
         )
     where = f"on {counted(found.size, 'card')} {found.gpu}"

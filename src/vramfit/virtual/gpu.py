@@ -206,7 +206,7 @@ class VirtualGPU:
             undo.callback(self.mode.__exit__, kind, error, traceback)
             self._tell_doubts()
             self._tell_shapes(error)
-            self._tell_ranks()
+            self._tell_ranks(error)
             self._run = self._outcome(error)
 
     def _start_asking(self) -> None:
@@ -427,22 +427,33 @@ class VirtualGPU:
                 f"{what}",
             )
 
-    def _tell_ranks(self) -> None:
-        """Warn that a program was to be one rank of several, and never asked for the others."""
-        if self.place.world_size > 1 and not self._machine.joined_world:
+    def _tell_ranks(self, error: BaseException | None) -> None:
+        """Warn that a program was to be one rank of several and ended without asking for the others; and of NCCL."""
+        if self.place.world_size > 1 and not self._machine.joined_world and error is None:
             self._machine.warn(
                 "no-process-group",
                 f"the program was run as rank {self.place.rank} of {self.place.world_size} and never called "
                 "init_process_group: nothing was divided among ranks",
             )
-        nccl = None if self.communicators is None else self.communicators.nccl_memory()
-        if nccl is not None and nccl.total.high:
-            low, likely, high = (format_bytes(part) for part in astuple(nccl.total))
-            self._machine.warn(
-                "nccl-estimated",
-                f"what NCCL takes of the card outside torch's allocator is estimated: {likely} ({low} to {high}), "
-                "counted with the context",
+        if self.communicators is not None:
+            self._tell_nccl(self.communicators)
+
+    def _tell_nccl(self, communicators: Communicators) -> None:
+        """Warn of what is estimated of NCCL, where the program asked it for anything."""
+        nccl = communicators.nccl_memory()
+        if nccl is None or not nccl.total.high:
+            return
+        card, host = (
+            f"{likely} ({low} to {high})"
+            for low, likely, high in (
+                map(format_bytes, astuple(found)) for found in (nccl.total, communicators.nccl_host_memory())
             )
+        )
+        self._machine.warn(
+            "nccl-estimated",
+            f"what NCCL takes outside torch's allocators is estimated: {card} of the card, counted with the context, "
+            f"and {host} of the host, which is not counted",
+        )
 
     def _trace_devices(self) -> tuple[TraceDevice, ...]:
         return tuple(

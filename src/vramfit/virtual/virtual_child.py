@@ -41,7 +41,6 @@ def main(job_file: str) -> int:
     from vramfit.capture.step_counter import count_steps
     from vramfit.virtual.gpu import VirtualGPU
     from vramfit.virtual.ranks.one_process import alone
-    from vramfit.virtual.worlds import world_child
 
     job.enter(Stage.CHECKING)
     try:
@@ -75,14 +74,11 @@ def main(job_file: str) -> int:
         job.enter(Stage.DONE)
 
     def finish(code: int, error: BaseException | None) -> None:
-        if joining is not None and not joining.joined and error is None:
-            gpu.mode.machine.warn(*world_child.NEVER_JOINED)
         gpu.__exit__(type(error) if error else None, error, None)
         save(code)
 
     location = gpu.mode.guesses.location
     with PatchStack() as patches:
-        joining = None if job.place is None else world_child.install(job.place, patches)
         watch_processes(lambda: gpu.mode.machine.warn(*OTHER_PROCESSES, location=location()), patches)
         steps = count_steps(gpu.meter, stopping, patches)
         stopping.install(save, patches)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from vramfit.gpus import find_gpu
 from vramfit.gpus.nccl.collective_times import NcclCollective, collective_seconds
 from vramfit.gpus.nccl.communicator_log import CommunicatorLog
+from vramfit.gpus.nccl.nccl_host_memory import process_host_memory
 from vramfit.gpus.nccl.nccl_memory import process_memory
 from vramfit.gpus.nccl.node_types import usual_node
 from vramfit.runtime.oom_forms import ShortOf, recognised
@@ -59,7 +60,12 @@ def test_the_first_collective_makes_the_communicator(
         <= took
     )
     (line,) = told(gpu)
+    host = process_host_memory(plain.uses())
     assert f"estimated: {format_bytes(taken.total.likely)} (" in line
+    assert (
+        f") of the card, counted with the context, and {format_bytes(host.likely)} (" in line
+        and host.likely > 0
+    )
     assert gpu.run.devices[3].context_bytes == H100.typical_context_bytes + taken.total.likely
     assert gpu.run.devices[2].context_bytes == 0
 

@@ -63,6 +63,15 @@ def test_more_processes_are_refused_in_plain_words(gpu: VirtualGPU) -> None:
             process.start()
 
 
+def test_a_spawn_of_all_ranks_runs_this_one() -> None:
+    SEEN.clear()
+    with VirtualGPU("RTX 4090", alloc_conf="", rank=2, world_size=3):
+        mp.spawn(train, args=(3, "29517"), nprocs=torch.cuda.device_count())
+        with pytest.raises(UsageError, match="start 4 processes, and the virtual run is rank 2 of 3"):
+            mp.spawn(train, args=(4, "29517"), nprocs=4)
+    assert SEEN == [(2, 3, "cuda:2")]
+
+
 def test_spawning_is_torch_s_own_afterwards() -> None:
     before = mp.spawn, mp.start_processes, multiprocessing.process.BaseProcess.start
     with VirtualGPU("RTX 4090"):

@@ -14,10 +14,8 @@ from analysis.synthetic import oom_run, quick_run
 from vramfit.errors import UsageError
 from vramfit.gpus import find_gpu
 from vramfit.trace import Run
-from vramfit.virtual.ranks.mailbox import Expected
-from vramfit.virtual.ranks.rank_place import RankPlace
 from vramfit.virtual.virtual_run import VirtualRun
-from vramfit.virtual.worlds import rank_waits, world_child, world_run
+from vramfit.virtual.worlds import world_run
 from vramfit.virtual.worlds.rank_choice import rank_choice
 from vramfit.virtual.worlds.world_run import World, WorldRun, run_world
 
@@ -180,65 +178,3 @@ def test_a_rank_that_nobody_answers_says_for_whom_it_waits(tmp_path: Path) -> No
 def test_a_program_that_never_joins_is_told(tmp_path: Path) -> None:
     found = run(written(tmp_path, "import torch; torch.ones(4, device='cuda')"), 2, "0")
     assert [one.code for one in found.runs[0].warnings] == ["no-process-group"]
-
-
-class TestWaiting:
-    """What ranks tell one another through files."""
-
-    def test_circles(self, tmp_path: Path) -> None:
-        rank_waits.prepare(tmp_path)
-        for rank, other in ((0, 2), (2, 5), (5, 0), (7, 0)):
-            rank_waits.note_waiting(tmp_path, rank, other)
-        assert rank_waits.in_circle(tmp_path, 0) == (0, 2, 5)
-        assert rank_waits.in_circle(tmp_path, 7) == ()  # its members tell
-        rank_waits.note_going_on(tmp_path, 5)
-        assert rank_waits.in_circle(tmp_path, 0) == ()
-        assert rank_waits.waiting(tmp_path) == {0: 2, 2: 5, 7: 0}
-
-    def test_a_circle_ends(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(world_child, "_CIRCLE", 0.05)
-        rank_waits.prepare(tmp_path)
-        rank_waits.note_waiting(tmp_path, 0, 1)
-        rank_waits.note_waiting(tmp_path, 1, 0)
-        place = RankPlace(rank=0, world_size=2, mailbox=str(tmp_path))
-        with pytest.raises(
-            UsageError, match=r"wait in a circle: rank 0, rank 1: on cards the program would hang"
-        ):
-            world_child._wait(tmp_path, place, Expected(rank=1, path=tmp_path / "letter"))
-
-    def test_a_letter_that_comes_ends_it(self, tmp_path: Path) -> None:
-        rank_waits.prepare(tmp_path)
-        letter = tmp_path / "letter"
-        timer = threading.Timer(0.1, letter.touch)
-        timer.start()
-        place = RankPlace(rank=0, world_size=2, mailbox=str(tmp_path))
-        world_child._wait(tmp_path, place, Expected(rank=1, path=letter))
-        assert letter.exists()
-        timer.join()
-
-
-def test_patches_of_a_rank_are_undone(tmp_path: Path) -> None:
-    from importlib import import_module
-
-    import torch.multiprocessing.spawn
-    from torch.distributed import distributed_c10d
-
-    from vramfit.patching import PatchStack
-    from vramfit.virtual.ranks.mailbox import Mailbox
-
-    spawning = import_module("torch.multiprocessing.spawn")
-
-    def state() -> tuple[object, ...]:
-        return (
-            Mailbox.take,
-            spawning.start_processes,
-            spawning.spawn,
-            torch.multiprocessing.spawn,
-            distributed_c10d._new_process_group_helper,
-        )
-
-    before = state()
-    with PatchStack() as patches:
-        world_child.install(RankPlace(rank=1, world_size=2, mailbox=str(tmp_path)), patches)
-        assert not any(one is two for one, two in zip(before, state(), strict=True))
-    assert state() == before

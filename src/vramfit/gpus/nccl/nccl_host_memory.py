@@ -8,6 +8,8 @@ memory show none of it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from vramfit.gpus.nccl.collective_times import EXCHANGES, NcclCollective, RankLayout
 from vramfit.gpus.nccl.communicator_use import (
     NOTHING,
@@ -61,6 +63,14 @@ def communicator_host_memory(use: CommunicatorUse) -> ByteRange:
         high = low
     rest = _WORK_FIFO + _peers(use, inside) + _pools(use)
     return ByteRange(low=low.low + rest, likely=low.likely + rest, high=max(low.high, high.high) + rest)
+
+
+def process_host_memory(uses: Iterable[CommunicatorUse]) -> ByteRange:
+    """Bytes of host memory of one process, for all of its communicators."""
+    found = NOTHING
+    for use in uses:
+        found = found + communicator_host_memory(use)
+    return found
 
 
 def _peers(use: CommunicatorUse, inside: ConnectionEnds) -> int:

@@ -67,5 +67,5 @@ def install(mode: OpRunner, place: RankPlace, patches: PatchStack) -> Communicat
     sharding.install(patches)
     if place.world_size > 1 and not mailbox.open:
         pipeline_stages.install(patches)
-    one_process.install(mode, patches)
+    one_process.install(mode, place, patches)
     return communicators

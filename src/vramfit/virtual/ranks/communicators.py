@@ -13,6 +13,8 @@ from torch.distributed import DistBackendError, ProcessGroup, distributed_c10d
 
 from vramfit.gpus.nccl.collective_times import NcclCollective, collective_seconds
 from vramfit.gpus.nccl.communicator_log import CommunicatorLog
+from vramfit.gpus.nccl.communicator_use import NOTHING, ByteRange
+from vramfit.gpus.nccl.nccl_host_memory import process_host_memory
 from vramfit.gpus.nccl.nccl_memory import NcclMemory, process_memory
 from vramfit.gpus.nccl.nccl_settings import NcclSettings
 from vramfit.gpus.nccl.node_types import usual_node
@@ -112,6 +114,10 @@ class Communicators:
     def nccl_memory(self) -> NcclMemory | None:
         """What NCCL takes of this rank's card beside torch's allocator; None where nothing was asked of it."""
         return None if self._log is None else process_memory(self._log.uses())
+
+    def nccl_host_memory(self) -> ByteRange:
+        """Bytes that NCCL takes of this rank's host."""
+        return NOTHING if self._log is None else process_host_memory(self._log.uses())
 
     def _take(self, device: int, op: str) -> None:
         """Take what NCCL needs by now of a card. See NOTE [NCCL on the card]."""

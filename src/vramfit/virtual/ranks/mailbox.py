@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from vramfit.errors import UsageError
+from vramfit.virtual.ranks import rank_waits
 from vramfit.virtual.ranks.rank_place import RankPlace
 from vramfit.writing import write_file
 
 _PAUSE = 0.01  # seconds between two looks
+_CIRCLE = 5.0  # seconds for which ranks must wait for one another: a letter may have come just now
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,23 +94,56 @@ class Mailbox:
         return Expected(rank=rank, path=self._path(group, rank, place.rank, number))
 
     def take(self, expected: Expected) -> list[Any]:
-        """The objects that were expected; waits for them.
+        """The objects that were expected; waits for them as long as their sender may still send them.
 
         Raises:
             UsageError: they do not come.
         """
+        assert self._folder is not None
+        if not expected.path.exists():
+            if rank_waits.are_told(self._folder):
+                with rank_waits.waiting_for(self._folder, self._place.rank, expected.rank):
+                    self._wait_for_the_living(expected)
+            else:
+                self._wait_patiently(expected)
+        objects: list[Any] = pickle.loads(expected.path.read_bytes())
+        return objects
+
+    def _wait_patiently(self, expected: Expected) -> None:
+        """Wait where nobody tells which ranks have ended."""
         place = self._place
         until = time.monotonic() + place.patience
         while not expected.path.exists():
             if time.monotonic() > until:
                 raise UsageError(
-                    f"rank {place.rank} of {place.world_size} has waited {place.patience:g} s for rank "
-                    f"{expected.rank}, which sent nothing",
+                    f"{self._waiting_for(expected)}, for {place.patience:g} s now, which sent nothing",
                     f"See whether rank {expected.rank} runs, with the mailbox {self._folder}, and how far it got",
                 )
             time.sleep(_PAUSE)
-        objects: list[Any] = pickle.loads(expected.path.read_bytes())
-        return objects
+
+    def _wait_for_the_living(self, expected: Expected) -> None:
+        """Wait until the sender has ended, or waits for this rank."""
+        assert self._folder is not None
+        since: float | None = None
+        while not expected.path.exists():
+            if rank_waits.has_ended(self._folder, expected.rank) and not expected.path.exists():
+                raise UsageError(
+                    f"{self._waiting_for(expected)}, which has ended without sending what it waits for",
+                    f"See why rank {expected.rank} sent nothing: it may have failed, or taken another branch",
+                )
+            circle = rank_waits.in_circle(self._folder, self._place.rank)
+            since = None if not circle else since or time.monotonic()
+            if since is not None and time.monotonic() - since > _CIRCLE:
+                told = ", ".join(f"rank {one}" for one in circle)
+                raise UsageError(
+                    f"{self._waiting_for(expected)}, and ranks wait in a circle: {told}: on cards the program would "
+                    "hang here",
+                    "Let one of them send before it receives",
+                )
+            time.sleep(_PAUSE)
+
+    def _waiting_for(self, expected: Expected) -> str:
+        return f"rank {self._place.rank} of {self._place.world_size} waits for rank {expected.rank}"
 
     def _path(self, group: str, sender: int, receiver: int, number: int) -> Path:
         assert self._folder is not None

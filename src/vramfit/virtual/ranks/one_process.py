@@ -1,8 +1,10 @@
 """Programs that start processes: the one process of torchrun or ``spawn`` is this one; more are refused by name.
 
 A process that torch starts is a new interpreter, in which there is no virtual card. What it would run alone runs here:
-torchrun's script with the variables that torchrun sets, the function of ``torch.multiprocessing.spawn`` with rank 0. On
-a card the child of ``spawn`` would have a CUDA context of its own, beside the parent's if that has one.
+torchrun's script with the variables that torchrun sets, and the function of ``torch.multiprocessing.spawn`` with rank
+0. Where this process is one rank of several, a spawn of all ranks, or of a node's, runs the function of this rank; what
+runs the others spawns them too. On a card the child of ``spawn`` would have a CUDA context of its own, beside the
+parent's if that has one.
 
 A program whose user has set ``RANK=0`` and ``WORLD_SIZE=1`` by hand finds the others of torchrun's variables as well: a
 script that is written for torchrun may read any of them.
@@ -26,11 +28,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from vramfit.errors import UsageError
 from vramfit.patching import PatchStack
 from vramfit.virtual.op_runner import OpRunner
-from vramfit.virtual.ranks.rank_place import ALONE, PORT
+from vramfit.virtual.ranks.rank_place import ALONE, PORT, RankPlace
 
 _ONE = (
-    "Let it start one process (as it does where it asks torch.cuda.device_count() and there is one GPU, or by its own "
-    "option for the number of processes or the world size): that one runs on the virtual GPU"
+    "Run its ranks, vramfit run --ranks {processes}, or let it start one process (as it does where it asks "
+    "torch.cuda.device_count() and there is one GPU, or by its own option)"
 )
 _MODULES = ("torch.distributed.run", "torch.distributed.launch")
 _ALL_GPUS = ("gpu", "auto")
@@ -51,8 +53,8 @@ class Ended(_Context):  # type: ignore[misc]
         return True
 
 
-def install(mode: OpRunner, patches: PatchStack) -> None:
-    """Run the one process of a spawn here, and say plainly what a process of the program's own cannot be given."""
+def install(mode: OpRunner, place: RankPlace, patches: PatchStack) -> None:
+    """Run this rank's process of a spawn here, and say plainly what a process of the program's own cannot be given."""
     start_processes: Callable[..., Any] = _spawning.start_processes
     spawn: Callable[..., Any] = _spawning.spawn
 
@@ -65,13 +67,8 @@ def install(mode: OpRunner, patches: PatchStack) -> None:
         *rest: Any,
         **named: Any,
     ) -> Ended | None:
-        if nprocs > 1:
-            raise UsageError(
-                f"torch.multiprocessing is to start {nprocs} processes, and a virtual run is one process",
-                _ONE,
-            )
-        if nprocs == 1:
-            _run_as_first(fn, tuple(args))
+        if nprocs > 0:
+            _run_here(fn, _number(place, nprocs), tuple(args))
         return None if join else Ended()
 
     @functools.wraps(spawn)
@@ -89,11 +86,35 @@ def install(mode: OpRunner, patches: PatchStack) -> None:
     _refuse_virtual_arguments(patches)
 
 
-def _run_as_first(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    """Run a function as the process of rank 0 would; its process group ends with it, as it would with its process."""
+def _number(place: RankPlace, processes: int) -> int:
+    """The number that a spawn of so many processes gives this rank.
+
+    Raises:
+        UsageError: it starts another number of processes than there are ranks.
+    """
+    if processes == 1:
+        return 0
+    if processes == place.world_size:
+        return place.rank
+    if processes == place.cards:
+        return place.local_rank
+    if place.world_size == 1:
+        raise UsageError(
+            f"torch.multiprocessing is to start {processes} processes, and a virtual run is one process",
+            _ONE.format(processes=processes),
+        )
+    raise UsageError(
+        f"torch.multiprocessing is to start {processes} processes, and the virtual run is rank {place.rank} of "
+        f"{place.world_size}",
+        f"Run it with --ranks {processes}, or let it start as many processes as there are ranks",
+    )
+
+
+def _run_here(fn: Callable[..., Any], number: int, args: tuple[Any, ...]) -> None:
+    """Run a function as the process of that number would; its process group ends with it, as with its process."""
     grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
     try:
-        fn(0, *args)
+        fn(number, *args)
     except SystemExit as ending:
         if ending.code not in (None, 0):
             raise
@@ -156,7 +177,8 @@ def alone(command: list[str], gpus: int) -> list[str]:
     if (nodes, processes) != ("1", "1"):
         raise UsageError(
             f"torchrun is to start {processes} process(es) on {nodes} node(s), and a virtual run is one process",
-            "Give it --nproc-per-node 1: DDP's buckets and collectives are then those of one rank",
+            f"Run its ranks, vramfit run --ranks {_ranks(nodes, processes)}, or give it --nproc-per-node 1: DDP's "
+            "buckets and collectives are then those of one rank",
         )
     if options.no_python:
         raise UsageError(
@@ -165,6 +187,10 @@ def alone(command: list[str], gpus: int) -> list[str]:
     os.environ.update(ALONE.environment(options.master_addr or "127.0.0.1", options.master_port or PORT))
     script = [options.training_script, *options.training_script_args]
     return ["-m", *script] if options.module else script
+
+
+def _ranks(nodes: str, processes: str) -> str:
+    return str(int(nodes) * int(processes)) if nodes.isdecimal() and processes.isdecimal() else "N"
 
 
 def _complete() -> None:

@@ -122,8 +122,8 @@ def check_world(world_size: int, rank: int, place: RankPlace) -> None:
         raise UsageError(
             f"this process is rank {rank} of {world_size}, and the virtual run is one process: the other ranks are "
             "not there",
-            f"Run it as that rank, VirtualGPU(..., rank={rank}, world_size={world_size}), or alone, with RANK=0 "
-            "LOCAL_RANK=0 WORLD_SIZE=1",
+            f"Run it as that rank, vramfit run --ranks {world_size} --rank {rank} or VirtualGPU(..., rank={rank}, "
+            f"world_size={world_size}), or alone, with RANK=0 LOCAL_RANK=0 WORLD_SIZE=1",
         )
     raise UsageError(
         f"the program joins as rank {rank} of {world_size}, and the virtual run is rank {place.rank} of "

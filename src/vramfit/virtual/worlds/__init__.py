@@ -3,6 +3,4 @@
 - `launchers`: the commands that start them (torchrun, accelerate, deepspeed), read. No torch.
 - `rank_choice`: which ranks to run, and which of the others each stands for. No torch.
 - `world_run`: runs them side by side, with those that they wait for. No torch.
-- `rank_waits`: what they tell one another of waiting, through files.
-- `world_child`: the child's side.
 """

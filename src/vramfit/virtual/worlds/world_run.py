@@ -14,9 +14,9 @@ from pathlib import Path
 from vramfit.errors import UsageError
 from vramfit.launch.interrupts import passed_on_to_all
 from vramfit.trace import Run
+from vramfit.virtual.ranks import rank_waits
 from vramfit.virtual.ranks.rank_place import MOST_PER_NODE, PER_NODE, RankPlace
 from vramfit.virtual.virtual_run import VirtualRun, run_in_child
-from vramfit.virtual.worlds import rank_waits
 from vramfit.virtual.worlds.rank_choice import MOST_BETWEEN, ChoiceKind, RankChoice, between
 
 _LOOK = 0.1  # seconds between two looks at who waits
@@ -179,7 +179,6 @@ class _SideBySide:
         try:
             return run_in_child(self._command(place), replace(self._options, place=place))
         finally:
-            rank_waits.note_going_on(self._mailbox, rank)
             rank_waits.note_ended(self._mailbox, rank)
 
     def _collect(self) -> None:

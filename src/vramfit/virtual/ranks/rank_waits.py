@@ -7,6 +7,7 @@ one that has ended, or in a circle.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 from vramfit.launch.job import write_text
@@ -20,18 +21,25 @@ def prepare(mailbox: Path) -> None:
     (mailbox / _FOLDER).mkdir(parents=True, exist_ok=True)
 
 
-def note_waiting(mailbox: Path, rank: int, other: int) -> None:
-    """A rank begins to wait for another."""
-    write_text(_file(mailbox, rank, _WAITING), str(other))
+def are_told(mailbox: Path) -> bool:
+    """Whether whoever started the ranks tells which have ended."""
+    return (mailbox / _FOLDER).is_dir()
 
 
-def note_going_on(mailbox: Path, rank: int) -> None:
-    """A rank waits no longer."""
-    _file(mailbox, rank, _WAITING).unlink(missing_ok=True)
+@contextlib.contextmanager
+def waiting_for(mailbox: Path, rank: int, other: int) -> Iterator[None]:
+    """Tell during the block that a rank waits for another."""
+    file = _file(mailbox, rank, _WAITING)
+    write_text(file, str(other))
+    try:
+        yield
+    finally:
+        file.unlink(missing_ok=True)
 
 
 def note_ended(mailbox: Path, rank: int) -> None:
-    """The process of a rank has ended."""
+    """The process of a rank has ended, and waits no longer."""
+    _file(mailbox, rank, _WAITING).unlink(missing_ok=True)
     write_text(_file(mailbox, rank, _ENDED), "")
 
 
