@@ -3,7 +3,9 @@
 NOTE [Trial]: a trial is several whole steps at one size, from the state that was found, with room left free by a
 ballast that is held meanwhile. So the size that comes out was run, with the margin, with the optimizer's states that
 its first step makes, and in the memory that the process has. After each trial everything is put back
-(`vramfit.runtime.training_state`). Ranks run each trial without their reduction and vote on its end.
+(`vramfit.runtime.training_state`), and cuBLAS gives its workspaces back: they would lie where an earlier trial had
+room, and other sizes would fit than in a process that begins with this one. Ranks run each trial without their
+reduction and vote on its end.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from torch import nn
 
 from vramfit.errors import OutOfMemory, VramfitError
 from vramfit.runtime.batch_search import BatchSearch, BatchTrial
-from vramfit.runtime.survival.leftovers import Recovery, memory_now
+from vramfit.runtime.survival.leftovers import Recovery, memory_now, release_workspaces
 from vramfit.runtime.survival.rank_votes import RankVotes, unsynchronised, votes_for
 from vramfit.runtime.training_state import TrainingState
 
@@ -146,7 +148,7 @@ class _Trials:
         self._recovery = Recovery(subject.device)
         votes = [found for model in subject.models if (found := votes_for(model, settings.vote_seconds))]
         self._votes: RankVotes | None = votes[0] if votes else None
-        self._recovery.release()
+        release_workspaces(subject.device)
         now = memory_now(subject.device)
         self._before = 0 if now is None else now.allocated
         limit = 0 if now is None else now.free + now.reserved - settings.margin_bytes
@@ -171,7 +173,7 @@ class _Trials:
         # Outside of the handler: see NOTE [Order] in survival.leftovers.
         peak = self._peak()
         self._recovery.insist(self._state.restore)
-        self._recovery.release()
+        release_workspaces(self._subject.device)
         own = ended
         ended, peak = self._agreed(own, peak if peak > peak_before else 0)
         if ended == _SHORT:

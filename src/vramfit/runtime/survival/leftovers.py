@@ -46,6 +46,18 @@ def release_memory(device: torch.device) -> None:
     module.empty_cache()
 
 
+def release_workspaces(device: torch.device) -> None:
+    """Let go of cuBLAS' workspaces too: torch keeps them as allocated, wherever there was room in an earlier step.
+
+    Each is taken again at the next product of matrices.
+    """
+    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)  # builds for a card have it
+    if device.type == "cuda" and clear is not None:
+        torch.cuda.synchronize(device)
+        clear()
+    release_memory(device)
+
+
 class Recovery:
     """Tells shortages from other errors, and makes room after them.
 
