@@ -256,7 +256,7 @@ def test_arguments() -> None:
 def test_a_margin_is_left_free_on_metered_memory() -> None:
     model, optimizer, _, step = training(SUBJECTS[3], 1 << 30)
 
-    def search(**more: Any) -> int:
+    def search(predicted: int, **more: Any) -> int:
         # Batches of 65,536 rows, whose tensors have segments of their own.
         return int(
             vramfit.largest_batch(
@@ -264,11 +264,11 @@ def test_a_margin_is_left_free_on_metered_memory() -> None:
                 lambda size: torch.rand(size << 16, 6),
                 model=model,
                 optimizer=optimizer,
-                predict="never",
+                predicted=predicted,
                 **more,
             )
         )
 
     with vramfit.Track(device="cpu", budget="256MiB"):
-        plain, less = search(), search(margin="128MiB")
+        plain, less = search(16), search(8, margin="128MiB")
     assert (plain, less) == (16, 8)
