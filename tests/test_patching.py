@@ -104,8 +104,8 @@ def test_what_was_rebound_twice_is_bound_back_to_the_first(module: ModuleType):
 def test_what_is_rebound_together_is_looked_for_once(module: ModuleType, monkeypatch: pytest.MonkeyPatch):
     from vramfit import patching
 
-    sweeps, sweep = [], patching._swap_names
-    monkeypatch.setattr(patching, "_swap_names", lambda pairs: sweeps.append(pairs) or sweep(pairs))
+    sweeps, sweep = [], patching._bindings.swap
+    monkeypatch.setattr(patching._bindings, "swap", lambda pairs: sweeps.append(pairs) or sweep(pairs))
     first, second, third, fourth, other, another = (object() for _ in range(6))
     module.copied, module.other = first, other
     with PatchStack() as patches:
@@ -129,8 +129,8 @@ def test_two_stacks_are_put_back_at_once(module: ModuleType, monkeypatch: pytest
         below.rebind([(first, second)])
         above.rebind([(second, third)])
     assert module.copied is third
-    sweeps, sweep = [], patching._swap_names
-    monkeypatch.setattr(patching, "_swap_names", lambda pairs: sweeps.append(pairs) or sweep(pairs))
+    sweeps, sweep = [], patching._bindings.swap
+    monkeypatch.setattr(patching._bindings, "swap", lambda pairs: sweeps.append(pairs) or sweep(pairs))
     with together():
         above.undo()
         below.undo()
@@ -151,10 +151,10 @@ def test_nothing_is_rebound_where_the_block_fails(module: ModuleType):
 def test_rebind_leaves_our_own_modules_alone():
     from vramfit import patching
 
-    original = patching._swap_names
+    original = patching._rename
     with PatchStack() as patches:
         assert patches.rebind([(original, object())]) == 0
-        assert patching._swap_names is original
+        assert patching._rename is original
 
 
 def test_a_failing_undo_does_not_keep_the_others_from_running():

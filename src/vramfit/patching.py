@@ -10,6 +10,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType, TracebackType
 from typing import Any
 
+from vramfit.name_bindings import NameBindings
+
 
 class _Absent:
     """Marks an attribute or item that did not exist before."""
@@ -19,9 +21,7 @@ class _Absent:
 
 
 _ABSENT = _Absent()
-_OURS = __name__.partition(".")[0]
-# Tells objects that live apart as `id` does, which Python announces to audit hooks each time (see files/patches).
-_identity = object.__hash__
+_bindings = NameBindings()
 
 
 class PatchStack:
@@ -102,8 +102,8 @@ class PatchStack:
             How many names were rebound; 0 inside `together`.
         """
         found = list(pairs)
-        # A module that is imported while the patch stands binds the new objects by itself, so the undo looks
-        # through all modules again: once for all that was rebound, since names are found by identity in any order.
+        # A module that is imported while the patch stands binds the new objects by itself, so the undo asks for all
+        # names again: once for all that was rebound, since names are found by identity in any order.
         self._rebound += [(new, old) for old, new in found]
         self.call(self._bind_back)
         return _rename(found)
@@ -111,7 +111,7 @@ class PatchStack:
     def _bind_back(self) -> None:
         back, self._rebound = self._rebound, []
         if back:
-            _rename(_followed(back))
+            _rename(back)
 
     def undo(self) -> None:
         """Undo everything, last first. Idempotent; an undo that fails does not keep the others from running.
@@ -145,9 +145,10 @@ _waiting: list[list[tuple[object, object]]] = []
 
 @contextmanager
 def together() -> Iterator[None]:
-    """Look through all modules once, at the end, for all that any stack rebinds or binds back in the block.
+    """Rebind at once, at the end, all that any stack rebinds or binds back in the block.
 
-    That takes most of the time of patching. Where the block fails nothing is renamed: undo the stacks after it.
+    To look for names takes most of the time of patching. Where the block fails nothing is renamed: undo the stacks
+    after it.
     """
     if _waiting:
         yield
@@ -158,7 +159,7 @@ def together() -> Iterator[None]:
         yield
     finally:
         _waiting.clear()
-    _swap_names(_followed(mine))
+    _bindings.swap(mine)
 
 
 def _rename(pairs: list[tuple[object, object]]) -> int:
@@ -166,39 +167,7 @@ def _rename(pairs: list[tuple[object, object]]) -> int:
     if _waiting:
         _waiting[0].extend(pairs)
         return 0
-    return _swap_names(pairs)
-
-
-def _followed(pairs: list[tuple[object, object]]) -> list[tuple[object, object]]:
-    """Pairs whose second object is the last that comes of the first: what one gives another may replace."""
-    following = {_identity(one): other for one, other in pairs}
-
-    def last(obj: object) -> object:
-        while (number := _identity(obj)) in following:
-            obj = following[number]
-        return obj
-
-    return [(one, last(other)) for one, other in pairs]
-
-
-def _swap_names(pairs: list[tuple[object, object]]) -> int:
-    # `pairs` keeps the objects to be found alive, so their identities are theirs alone.
-    table = {_identity(old): new for old, new in pairs}
-    wanted = set(table)
-    count = 0
-    for path, module in list(sys.modules.items()):
-        if not isinstance(module, ModuleType) or path.partition(".")[0] == _OURS:
-            continue
-        # vars(), not getattr: modules with a lazy __getattr__ must not be made to import things.
-        names = vars(module)
-        # Nearly every module has none of them: this asks without a loop in Python, five times as fast.
-        if wanted.isdisjoint(map(_identity, list(names.values()))):
-            continue
-        for name, value in list(names.items()):
-            if (number := _identity(value)) in table:
-                names[name] = table[number]
-                count += 1
-    return count
+    return _bindings.swap(pairs)
 
 
 # -- Modules that are not imported yet -------------------------------------------------------------------------

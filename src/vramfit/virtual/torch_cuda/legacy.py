@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -86,6 +87,11 @@ class _HostTypeMeta(type):
         return repr(cls.original)
 
 
+@cache
+def _host_type(name: str, original: type) -> _HostTypeMeta:
+    return _HostTypeMeta(name, (), {"original": original, "__module__": "torch"})
+
+
 def _as_numbers(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Arguments of a constructor, with numbers in place of the card's tensors in a list of data.
 
@@ -106,10 +112,8 @@ def _number_of(data: Any) -> Any:
 
 def _patch_host_constructors(patches: PatchStack) -> None:
     """``torch.LongTensor([token])``, ``torch.Tensor([loss])`` and ``tensor.new([loss])`` with tensors of the card."""
-    for name in _DTYPES:
-        original = getattr(torch, name)
-        contents = {"original": original, "__module__": "torch"}
-        patches.rebind([(original, _HostTypeMeta(name, (), contents))])
+    originals = {name: getattr(torch, name) for name in _DTYPES}
+    patches.rebind([(original, _host_type(name, original)) for name, original in originals.items()])
 
     make: Callable[..., torch.Tensor] = torch.Tensor.__new__
     new: Callable[..., torch.Tensor] = torch.Tensor.new

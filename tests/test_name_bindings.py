@@ -1,0 +1,146 @@
+"""Names of modules are found as if all modules were looked through each time, and seldom they are."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from types import ModuleType
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vramfit.name_bindings import NameBindings
+from vramfit.patching import PatchStack
+
+NAMES = ("first", "second", "third")
+
+
+class Thing:
+    """What names are bound to."""
+
+
+def some(count: int) -> tuple[list[ModuleType], NameBindings]:
+    """Modules, and what swaps their names."""
+    modules = [ModuleType(f"number_{number}") for number in range(count)]
+    for one in modules:
+        vars(one).update(dict.fromkeys(NAMES, None))
+    return modules, NameBindings({one.__name__: one for one in modules})
+
+
+def blocks(bindings: NameBindings, old: object, count: int) -> None:
+    for _ in range(count):
+        new = type("Thing", (Thing,), {}) if old is Thing else Thing()
+        bindings.swap([(old, new)])
+        bindings.swap([(new, old)])
+
+
+def test_what_is_known_is_not_looked_for_again() -> None:
+    (module,), bindings = some(1)
+    for old in (Thing(), Thing):  # classes wait to be collected, and hold what they derive from
+        vars(module)["first"] = old
+        blocks(bindings, old, 2)
+        before = bindings.sweeps
+        blocks(bindings, old, 3)
+        assert bindings.sweeps == before and vars(module)["first"] is old
+
+
+def test_a_name_that_is_bound_to_either_is_found_though_there_are_no_more_names() -> None:
+    (module,), bindings = some(1)
+    old, names = Thing(), vars(module)
+    names["first"] = old
+    blocks(bindings, old, 3)
+    new = Thing()
+    bindings.swap([(old, new)])
+    names["second"] = new
+    bindings.swap([(new, old)])
+    assert names["second"] is old
+    names["second"] = None
+    blocks(bindings, old, 3)
+    names["second"] = old
+    bindings.swap([(old, new)])
+    assert names["second"] is new
+
+
+def test_what_is_held_elsewhere_hides_no_name() -> None:
+    """One block leaves what stood there in a list, and the next leaves a name."""
+    (module,), bindings = some(1)
+    old, names, kept = Thing(), vars(module), []
+    names["first"] = old
+    blocks(bindings, old, 3)
+    for leaves in ("list", "name"):
+        new = Thing()
+        bindings.swap([(old, new)])
+        if leaves == "list":
+            kept.append(new)
+        else:
+            names["second"] = new
+        bindings.swap([(new, old)])
+    assert names["second"] is old
+
+
+def test_nothing_that_stood_there_is_kept() -> None:
+    bindings, old = NameBindings({}), Thing()
+    seen = []
+    for _ in range(2):
+        new, newer = Thing(), Thing()
+        seen += [weakref.ref(new), weakref.ref(newer)]
+        bindings.swap([(old, new), (new, newer)])
+        bindings.swap([(newer, new), (new, old)])
+        del new, newer
+    gc.collect()
+    assert not any(one() for one in seen)
+
+
+CHANGES = st.tuples(st.integers(0, 1), st.sampled_from(NAMES), st.integers(0, 3))
+BLOCKS = st.tuples(st.lists(CHANGES, max_size=3), st.lists(CHANGES, max_size=3), st.booleans(), st.booleans())
+
+
+@given(st.lists(BLOCKS, min_size=1, max_size=8))
+def test_after_any_changes_every_name_is_bound_to_what_it_should_be(
+    runs: list[tuple[list[tuple[int, str, int]], list[tuple[int, str, int]], bool, bool]],
+) -> None:
+    """Beside a look at all names: none is left that is bound to what was replaced."""
+    modules, bindings = some(2)
+    olds, kept = (Thing(), Thing()), []
+    for before, within, keeps, twice in runs:
+        for number, name, choice in before:
+            vars(modules[number])[name] = (*olds, None, None)[choice]
+        news = (Thing(), Thing())
+        pairs = list(zip(olds, news, strict=True))
+        if twice:
+            news = (news[0], Thing())
+            pairs.append((pairs[1][1], news[1]))
+        bindings.swap(pairs)
+        held = {id(value) for one in modules for value in vars(one).values()}
+        assert held.isdisjoint(map(id, olds)) and held.isdisjoint([id(pairs[1][1])] if twice else [])
+        for number, name, choice in within:
+            vars(modules[number])[name] = (*news, None, olds[0])[choice]
+        if keeps:
+            kept.append(news)
+        bindings.swap([(new, old) for old, new in reversed(pairs)])
+        held = {id(value) for one in modules for value in vars(one).values()}
+        assert held.isdisjoint(id(new) for _, new in pairs)
+
+
+def test_patches_of_a_run_are_looked_for_no_more_than_at_first() -> None:
+    """The virtual card's own, once its classes, functions and library modules are known."""
+    import vramfit
+    from vramfit import patching
+
+    def run() -> int:
+        before = patching._bindings.sweeps
+        with vramfit.VirtualGPU("H100"):
+            pass
+        return patching._bindings.sweeps - before
+
+    assert [run() for _ in range(5)][-2:] == [0, 0]
+
+
+def test_a_stack_forgets_what_it_replaced() -> None:
+    old, new = Thing(), Thing()
+    with PatchStack() as patches:
+        patches.rebind([(old, new)])
+    gone = weakref.ref(new)
+    del new
+    gc.collect()
+    assert gone() is None
