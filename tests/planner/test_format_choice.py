@@ -106,23 +106,20 @@ def test_the_predicted_peak_is_that_of_the_run(search: FormatSearch) -> None:
         assert cost.peak_allocated_bytes <= predicted <= cost.peak_allocated_bytes + MIB
 
 
-def test_random_budgets_are_kept(search: FormatSearch) -> None:
+def test_a_random_budget_is_kept(search: FormatSearch) -> None:
     here: Here = search._bytes  # type: ignore[assignment]
-    draws = random.Random(0)
-    plain = search.whole_table.uniform["none"]
-    for _ in range(2):
-        budget = draws.randint(search._least[1], plain - 1)
-        choice = search.choice(budget)
-        again = run_formats(
-            here.device,
-            lambda: Deep().eval(),
-            here.question,
-            choice.formats,
-            budget=budget + CARD.typical_context_bytes,
-        )
-        assert again.fits
-        assert again.peak_reserved_bytes == choice.reserved_bytes <= budget
-        assert choice.cost == min(choice.finalists) == search.cost(choice.formats)
+    budget = random.Random(0).randint(search._least[1], search.whole_table.uniform["none"] - 1)
+    choice = search.choice(budget)
+    again = run_formats(
+        here.device,
+        lambda: Deep().eval(),
+        here.question,
+        choice.formats,
+        budget=budget + CARD.typical_context_bytes,
+    )
+    assert again.fits
+    assert again.peak_reserved_bytes == choice.reserved_bytes <= budget
+    assert choice.cost == min(choice.finalists) == search.cost(choice.formats)
 
 
 def test_more_bytes_never_cost_more_quality(search: FormatSearch) -> None:
