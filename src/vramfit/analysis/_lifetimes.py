@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -22,9 +23,11 @@ _MIN_BLOCK = 512
 class Lifetimes:
     """The blocks of one device, one array element each, in no particular order.
 
+    A block that came to count as another category is two: one that ends there, and one that begins.
+
     Attributes:
         rows: number of events of the trace; a row of this value means "not within the trace".
-        born: row of the allocation; -1 for a block that was there before the trace began.
+        born: row of the allocation, or from which it counted as another category; -1 for a block that was there before the trace began.
         freed: row at which the free was asked for; ``rows`` if never. From here on it no longer counts as
             allocated.
         completed: row at which the free took effect; ``rows`` if never. Until here it counts as active.
@@ -50,17 +53,25 @@ class Lifetimes:
         return np.flatnonzero((self.born <= row) & (row < self.completed))
 
 
-def lifetimes(trace: MemoryTrace, device: int = 0) -> Lifetimes:
+_BEGINNINGS = (EventKind.ALLOC, EventKind.RECATEGORIZED)
+
+
+def lifetimes(
+    trace: MemoryTrace, device: int = 0, begins: Sequence[EventKind] = _BEGINNINGS
+) -> Lifetimes:
     """Pair allocations and frees of ``device``.
 
     A free without an allocation, and a block of the final segments that was never allocated in the trace,
     was there from before the beginning: recordings are often switched on late.
+
+    Args:
+        begins: the events with which a block begins; of ALLOC alone a block is one, whatever it counted as.
     """
-    rows = _rows_by_address(trace, device)
+    rows = _rows_by_address(trace, device, begins)
     kind = trace.kind[rows]
     is_first = np.ones(len(rows), dtype=bool)
     is_first[1:] = trace.address[rows[1:]] != trace.address[rows[:-1]]
-    is_alloc, is_request = kind == EventKind.ALLOC, kind == EventKind.FREE_REQUESTED
+    is_alloc, is_request = np.isin(kind, begins), kind == EventKind.FREE_REQUESTED
     next_row, next_is_request = _following(rows, is_first, is_request, len(trace))
     after_row = np.append(next_row[1:], len(trace))[: len(rows)]
 
@@ -88,9 +99,9 @@ def lifetimes(trace: MemoryTrace, device: int = 0) -> Lifetimes:
     return _with_survivors(found, trace)
 
 
-def _rows_by_address(trace: MemoryTrace, device: int) -> Ints:
+def _rows_by_address(trace: MemoryTrace, device: int, begins: Sequence[EventKind]) -> Ints:
     """Rows of the allocations and frees of ``device``, sorted by address and, within one, by time."""
-    wanted = np.isin(trace.kind, (EventKind.ALLOC, EventKind.FREE_REQUESTED, EventKind.FREE_COMPLETED))
+    wanted = np.isin(trace.kind, (*begins, EventKind.FREE_REQUESTED, EventKind.FREE_COMPLETED))
     rows = np.flatnonzero(wanted & (trace.device == device) & (trace.size > 0))
     return rows[np.argsort(trace.address[rows], kind="stable")]
 

@@ -10,7 +10,7 @@ from zlib import crc32
 
 import numpy as np
 
-from vramfit.analysis._lifetimes import Curves, Flags, Ints, Lifetimes, Measure, born_column
+from vramfit.analysis._lifetimes import Curves, Flags, Ints, Lifetimes, Measure, born_column, lifetimes
 from vramfit.analysis.alignment import Alignment, Ends, align
 from vramfit.analysis.device_timeline import DeviceTimeline
 from vramfit.analysis.groups import entry, stack_frames
@@ -53,7 +53,7 @@ class Requests:
     def __init__(self, trace: MemoryTrace, device: int) -> None:
         self.trace = trace
         self.device = device
-        self.lives: Lifetimes = DeviceTimeline.of(trace, device).lives
+        self.lives: Lifetimes = lifetimes(trace, device, (EventKind.ALLOC,))
         born, freed = self.lives.born, self.lives.freed
         took = np.flatnonzero(born >= 0)
         gave = np.flatnonzero((freed >= 0) & (freed < self.lives.rows))

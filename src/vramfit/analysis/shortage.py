@@ -231,12 +231,15 @@ def _verdict(answers: list[WhatIfAnswer]) -> OomVerdict:
 
 NAMES: Mapping[Category, str] = {
     Category.PARAMETERS: "parameters",
+    Category.UNSHARDED_PARAMETERS: "unsharded parameters",
+    Category.PREFETCH: "prefetch",
     Category.GRADIENTS: "gradients",
     Category.OPTIMIZER_STATE: "optimizer state",
     Category.ACTIVATIONS: "activations",
     Category.INPUTS: "inputs",
     Category.TEMPORARIES: "temporaries",
     Category.WORKSPACES: "workspaces",
+    Category.COMMUNICATION_BUFFERS: "communication buffers",
     Category.OTHER: "other",
 }
 """The categories in words, in the order in which they are shown."""

@@ -14,7 +14,8 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
@@ -28,6 +29,9 @@ from vramfit.trace import Category, EventKind, Frame, OomReport, StillToCome, Tr
 from vramfit.trace.frames import user_frame
 
 _KIND = {kind: EventKind[kind.name] for kind in AllocatorEventKind}
+
+SHARED_OUT = frozenset({Category.COMMUNICATION_BUFFERS, Category.UNSHARDED_PARAMETERS, Category.PREFETCH})
+"""What a rank of several holds beside its own part: it stays what it is though a parameter is a view of it."""
 
 
 class StorageRecord(weakref.ref[torch.UntypedStorage]):
@@ -252,6 +256,26 @@ class StorageMeter(Generic[RecordT]):
 
     # -- attribution ---------------------------------------------------------------------------------------------
 
+    @contextmanager
+    def allocating(self, category: Category) -> Iterator[None]:
+        """Let all that is allocated in the block be for something, where its op does not say what for."""
+        before, self.category = self.category, category
+        try:
+            yield
+        finally:
+            self.category = before
+
+    def turn(self, tensor: torch.Tensor, before: Category, after: Category) -> None:
+        """Let what a tensor holds count as another category from now on, if it did as `before` until now."""
+        record = self.record_of(tensor)
+        if record is None or record.row < 0 or record.category != before:
+            return
+        with self.lock:
+            record.category = after
+            record.row = self.builder.recategorize(
+                record.row, after, int(self.machine.clock_us), self.phases.index
+            )
+
     def tag(self, tensor: torch.Tensor, category: Category, module: str | None = None) -> None:
         """Note what a tensor is for, or those inside a wrapper; a later, better category replaces an earlier one."""
         inside = self._inside(tensor)
@@ -262,8 +286,9 @@ class StorageMeter(Generic[RecordT]):
         record = self.record_of(tensor)
         if record is None or record.row < 0:
             return
-        record.category = category
-        self.builder.set_category(record.row, category)
+        if category is not Category.PARAMETERS or record.category not in SHARED_OUT:
+            record.category = category
+            self.builder.set_category(record.row, category)
         if module is not None:
             record.module = module
             self.builder.set_module(record.row, self.builder.module(module))

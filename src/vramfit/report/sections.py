@@ -32,6 +32,9 @@ STYLES = {
     Category.INPUTS: "yellow",
     Category.TEMPORARIES: "red",
     Category.WORKSPACES: "bright_blue",
+    Category.COMMUNICATION_BUFFERS: "bright_yellow",
+    Category.UNSHARDED_PARAMETERS: "bright_cyan",
+    Category.PREFETCH: "bright_green",
     Category.OTHER: "bright_black",
 }
 _WIDEST = 140

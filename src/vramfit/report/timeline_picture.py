@@ -22,8 +22,12 @@ COLOURS = {
     Category.INPUTS: "#f0e442",
     Category.TEMPORARIES: "#d55e00",
     Category.WORKSPACES: "#e69f00",
+    Category.COMMUNICATION_BUFFERS: "#9b2c5a",
+    Category.UNSHARDED_PARAMETERS: "#7e6bc4",
+    Category.PREFETCH: "#9a9a33",
 }
-"""Okabe and Ito's palette, which people with any kind of colour blindness can tell apart."""
+"""Okabe and Ito's palette, which people with any kind of colour blindness can tell apart, and for what only programs on
+several cards hold wine, indigo and olive after Tol's ("muted")."""
 
 STACKING = (
     Category.PARAMETERS,
@@ -32,6 +36,9 @@ STACKING = (
     Category.INPUTS,
     Category.WORKSPACES,
     Category.OTHER,
+    Category.COMMUNICATION_BUFFERS,
+    Category.UNSHARDED_PARAMETERS,
+    Category.PREFETCH,
     Category.ACTIVATIONS,
     Category.TEMPORARIES,
 )

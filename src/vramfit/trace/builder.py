@@ -25,6 +25,7 @@ _CATEGORY_AT, _MODULE_AT, _TENSOR_AT = (
 )
 _FIRST_ROOM = 1 << 15
 _REQUESTED, _COMPLETED = int(EventKind.FREE_REQUESTED), int(EventKind.FREE_COMPLETED)
+_RECATEGORIZED = int(EventKind.RECATEGORIZED)
 
 
 class _Table:
@@ -169,6 +170,11 @@ class TraceBuilder:
         if (journal := self.journal) is not None:
             for kind in (_REQUESTED, _COMPLETED):
                 journal.row(kind, device, stream, address, size, 0, time_us, 0, -1, -1, -1, phase, -1)
+
+    def recategorize(self, row: int, category: int, time_us: int, phase: int) -> int:
+        """Let the block of a row count as another category from now on. Returns the row that tells so."""
+        _, *where, _, _, op, stack, module, _, tensor = _ROW.unpack_from(self._rows, self._offset(row))
+        return self.add(_RECATEGORIZED, *where, time_us, category, op, stack, module, phase, tensor)
 
     def _grow(self) -> None:
         self._rows.extend(bytes(max(_FIRST_ROOM, len(self._rows) // 2)))

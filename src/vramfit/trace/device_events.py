@@ -29,7 +29,7 @@ class DeviceEvents:
         self.trace = trace
         self.device = device
         wanted = (trace.device == device) & (trace.kind != EventKind.SNAPSHOT)
-        wanted &= trace.kind != EventKind.MARKER
+        wanted &= trace.kind < EventKind.MARKER
         self.rows = np.flatnonzero(wanted)
         all_rows = len(self.rows) == len(trace)
         pick = slice(None) if all_rows else self.rows

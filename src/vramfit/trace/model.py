@@ -21,7 +21,7 @@ Segment: TypeAlias = Mapping[str, Any]
 class EventKind(IntEnum):
     """The kind of an event; the numbers are those of the file format and never change.
 
-    All but MARKER are actions of torch traces (c10/cuda/CUDACachingAllocator.h, ``TraceEntry::Action``).
+    All below MARKER are actions of torch traces (c10/cuda/CUDACachingAllocator.h, ``TraceEntry::Action``).
     """
 
     ALLOC = 0
@@ -44,6 +44,9 @@ class EventKind(IntEnum):
     """A request of ``size`` bytes failed; the address column holds the free bytes of the device."""
     MARKER = 9
     """Nothing happened to memory: a point in time, such as the beginning of a phase."""
+    RECATEGORIZED = 10
+    """Nothing happened to memory: from here on a block counts as another category. All columns are those of its ALLOC,
+    but the category, the time and the phase."""
 
 
 class Category(IntEnum):
@@ -57,6 +60,13 @@ class Category(IntEnum):
     INPUTS = 5
     TEMPORARIES = 6
     WORKSPACES = 7
+    COMMUNICATION_BUFFERS = 8
+    """What collectives read and write beside the tensors of a program: DDP's buckets, what FSDP gathers into and reduces
+    from, what stages of a pipeline receive into."""
+    UNSHARDED_PARAMETERS = 9
+    """Parameters that FSDP has gathered, with which modules compute."""
+    PREFETCH = 10
+    """What was gathered ahead of its use, until it is used."""
 
 
 class Frame(NamedTuple):
@@ -138,7 +148,7 @@ class MemoryTrace:
         size: bytes that were asked for; for segments the bytes of the segment or of the pages.
         block: bytes of the block with its rounding and slack; 0 where it is not known.
         time_us: microseconds on the source's own clock; 0 where it is not known.
-        category: `Category`; like op, stack, module and tensor it is meant for ALLOC events.
+        category: `Category`; like op, stack, module and tensor it is meant for ALLOC and RECATEGORIZED events.
         op, stack, module, phase, tensor: index into the table of the plural name, -1 for none. ``phase`` is
             set on every event.
         ops: operators, such as ``aten.addmm.default``.

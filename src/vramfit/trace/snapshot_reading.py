@@ -32,7 +32,7 @@ from vramfit.writing import StrPath
 Snapshot: TypeAlias = dict[str, Any]
 
 ACTIONS: Mapping[str, EventKind] = {
-    kind.name.lower(): kind for kind in EventKind if kind is not EventKind.MARKER
+    kind.name.lower(): kind for kind in EventKind if kind < EventKind.MARKER
 }
 """How torch's traces call the kinds of events."""
 
@@ -103,7 +103,7 @@ def _embedded(snapshot: Snapshot, name: str) -> MemoryTrace | None:
     except (ValueError, TraceFormatError):
         return None
     entries = sum(len(events) for events in snapshot["device_traces"] if isinstance(events, list))
-    return trace if int((trace.kind != EventKind.MARKER).sum()) == entries else None
+    return trace if int((trace.kind < EventKind.MARKER).sum()) == entries else None
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from vramfit.trace.segments import check_segment
 from vramfit.trace.settings import settings_from_conf
 from vramfit.writing import StrPath, write_file
 
-_ACTIONS = {kind.value: kind.name.lower() for kind in EventKind if kind is not EventKind.MARKER}
+_ACTIONS = {kind.value: kind.name.lower() for kind in EventKind if kind < EventKind.MARKER}
 _CATEGORIES = {category.value: category.name.lower() for category in Category}
 
 
@@ -63,7 +63,7 @@ def _stacks(trace: MemoryTrace) -> list[list[dict[str, Any]]]:
 
 
 def _entries(trace: MemoryTrace, device: int, stacks: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    rows = np.flatnonzero((trace.device == device) & (trace.kind != EventKind.MARKER))
+    rows = np.flatnonzero((trace.device == device) & (trace.kind < EventKind.MARKER))
     metadata = _Metadata(trace)
     entries = []
     for kind, address, size, stream, time, stack, category, row in zip(

@@ -494,7 +494,7 @@ class VirtualGPU:
         if history is None:
             return {**snapshot, "device_traces": [[] for _ in snapshot["device_traces"]]}
         self._write_metadata(trace, snapshot["device_traces"])
-        before = (trace.kind[: self._history_start] != EventKind.MARKER).nonzero()[0]
+        before = (trace.kind[: self._history_start] < EventKind.MARKER).nonzero()[0]
         limit = int(history.get("max_entries") or sys.maxsize)
         traces = [
             events[int((trace.device[before] == device).sum()) :][-limit:]
@@ -507,7 +507,7 @@ class VirtualGPU:
         if not self._metadata:
             return
         starts = [row for row, _ in self._metadata]
-        events = (trace.kind != EventKind.MARKER).nonzero()[0].tolist()
+        events = (trace.kind < EventKind.MARKER).nonzero()[0].tolist()
         positions = [0] * len(traces)
         for row, device in zip(events, trace.device[events].tolist(), strict=True):
             entry = traces[device][positions[device]]

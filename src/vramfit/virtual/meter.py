@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from vramfit.allocator import OutOfMemory
 from vramfit.allocator.core import MIN_BLOCK
-from vramfit.capture.storages import LifetimePeaks, StorageMeter, StorageRecord
+from vramfit.capture.storages import SHARED_OUT, LifetimePeaks, StorageMeter, StorageRecord
 from vramfit.trace import Category, Estimate, EventKind, TraceBuilder
 from vramfit.virtual.data_dependent.assume import Extent, Numbers, Resting, bounds
 from vramfit.virtual.data_dependent.expectations import NOTHING, Expectation, is_whole
@@ -21,6 +21,7 @@ from vramfit.virtual.op_call import EMPTY_CACHE, Alternatives, Spare
 from vramfit.virtual.tensor_subclasses import parts
 
 _ALLOC = int(EventKind.ALLOC)
+_RETURNING = SHARED_OUT | {Category.PARAMETERS}
 _PLACING = 3
 """Frames above `Meter.place` that are the mode's for certain: they need not be looked at when a stack is told."""
 
@@ -253,7 +254,9 @@ class Meter(StorageMeter[VirtualRecord]):
         record.nbytes = nbytes
         self._rest(record, tensor, extents, op)
         # A parameter that gave its memory back (FSDP, offloading) is one again when it takes it.
-        category = Category.PARAMETERS if record.category == Category.PARAMETERS else self._category_of(row)
+        category: int | None = record.category if record.category in _RETURNING else self._category_of(row)
+        if self.category in SHARED_OUT:
+            category = self.category
         self._place(record, op, category, tensor)
         self._note_estimate(record, op)
         if old_address:
@@ -271,7 +274,13 @@ class Meter(StorageMeter[VirtualRecord]):
     # -- raw blocks ----------------------------------------------------------------------------------------------
 
     def temporary(
-        self, sizes: Iterable[int], device: int, op: str, scale: tuple[float, float] = (1.0, 1.0)
+        self,
+        sizes: Iterable[int],
+        device: int,
+        op: str,
+        scale: tuple[float, float] = (1.0, 1.0),
+        *,
+        category: Category = Category.TEMPORARIES,
     ) -> list[Held]:
         """Take blocks that a kernel needs while it runs; `give_back` returns them.
 
@@ -281,6 +290,7 @@ class Meter(StorageMeter[VirtualRecord]):
             device: index of the card.
             op: what needs them.
             scale: least and most that each may be, as multiples of its size.
+            category: what they are for.
 
         Raises:
             torch.OutOfMemoryError: the card is full; no block is held then.
@@ -296,14 +306,21 @@ class Meter(StorageMeter[VirtualRecord]):
                         self.give_back((gone,), device)
                     taken[-size - 1] = None
                 else:
-                    taken.append(self._hold(size, device, op, scale))
+                    taken.append(self._hold(size, device, op, scale, category))
         except torch.OutOfMemoryError:
             # A program that catches the error goes on without them.
             self.give_back(filter(None, taken), device)
             raise
         return [held for held in taken if held is not None]
 
-    def _hold(self, size: int, device: int, op: str, scale: tuple[float, float]) -> Held | None:
+    def _hold(
+        self,
+        size: int,
+        device: int,
+        op: str,
+        scale: tuple[float, float],
+        category: Category = Category.TEMPORARIES,
+    ) -> Held | None:
         """Take one block; None for an empty one, and for a `Spare` that does not fit: its kernel does without."""
         if isinstance(size, Alternatives):
             return self._hold_one_of(size, device, op, scale)
@@ -312,7 +329,7 @@ class Meter(StorageMeter[VirtualRecord]):
         if below or above:
             self.widen(device, below, above, op)
         try:
-            address, row = self.malloc(nbytes, device, op=op, category=Category.TEMPORARIES)
+            address, row = self.malloc(nbytes, device, op=op, category=category)
         except torch.OutOfMemoryError:
             self.narrow(device, below, above)
             if isinstance(size, Spare):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from vramfit.capture.storages import SHARED_OUT
 from vramfit.trace import Category
 from vramfit.virtual import roofline
 from vramfit.virtual.data_dependent.guesses import GUESSED
@@ -78,7 +79,13 @@ def _upload(
     fake = mode.wrap(source)
     call = mode.call(_TO_COPY, fake, **{**kwargs, "device": device})
     out = mode.describe(call)
-    mode.settle(call, out, category=Category.INPUTS, engine=Engine.UPWARDS)
+    category = mode.meter.category  # shards on the host that are gathered are no inputs
+    mode.settle(
+        call,
+        out,
+        category=category if category in SHARED_OUT else Category.INPUTS,
+        engine=Engine.UPWARDS,
+    )
     waits = not kwargs.get("non_blocking")
     _pass_link(
         mode, device.index or 0, source.nbytes, Engine.UPWARDS, mode.page_locked.holds(source), waits=waits

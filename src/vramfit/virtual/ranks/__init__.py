@@ -14,6 +14,9 @@ things below torch's Python are ours:
    functional_collectives.py; how long by gpus/nccl).
 4. What comes from other ranks is taken to equal this rank's (peer_values.py, rank_objects.py).
 
+5. What torch allocates for communication, and what FSDP gathers, count as that (communication_buffers.py,
+   gathered_parameters.py).
+
 What needs other processes is refused by name (one_process.py), never made up.
 """
 
@@ -45,7 +48,15 @@ def install(mode: OpRunner, place: RankPlace, patches: PatchStack) -> Communicat
     if not torch.distributed.is_available():
         return None
     from vramfit.virtual.fake_impls.registry import RULES
-    from vramfit.virtual.ranks import one_process, pipeline_stages, process_groups, rank_objects, sharding
+    from vramfit.virtual.ranks import (
+        communication_buffers,
+        gathered_parameters,
+        one_process,
+        pipeline_stages,
+        process_groups,
+        rank_objects,
+        sharding,
+    )
     from vramfit.virtual.ranks.asked_sizes import AskedSizes
     from vramfit.virtual.ranks.collectives import handlers
     from vramfit.virtual.ranks.communicators import Communicators
@@ -65,6 +76,8 @@ def install(mode: OpRunner, place: RankPlace, patches: PatchStack) -> Communicat
     process_groups.install(mode, place, communicators, patches)
     rank_objects.install(mode, place, mailbox, patches)
     sharding.install(patches)
+    communication_buffers.install(mode.meter, patches)
+    gathered_parameters.install(mode.meter, patches)
     if place.world_size > 1 and not mailbox.open:
         pipeline_stages.install(patches)
     one_process.install(mode, place, patches)

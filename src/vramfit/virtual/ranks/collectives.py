@@ -23,6 +23,7 @@ from torch.distributed import ReduceOp
 from vramfit.capture.ops import tensors_in
 from vramfit.gpus.nccl.collective_times import NcclCollective
 from vramfit.gpus.nccl.communicator_log import COLLECTIVE_OF_OP
+from vramfit.trace import Category
 from vramfit.virtual.fake_impls.registry import find_overload
 from vramfit.virtual.op_call import OpCall
 from vramfit.virtual.op_runner import Handler, OpRunner
@@ -227,7 +228,9 @@ def _on_card(
     if mode.machine.init_pid is None:
         torch.cuda._lazy_init()
     device = card.device.index or 0
-    held = mode.meter.temporary(_blocks(name, rule, call), device, f"c10d.{name}")
+    held = mode.meter.temporary(
+        _blocks(name, rule, call), device, f"c10d.{name}", category=Category.COMMUNICATION_BUFFERS
+    )
     nbytes = sum(tensor.numel() * tensor.element_size() for tensor in whole)
     own = bool(call.by_name().get("async_op", True))
     until, _ = communicators.run(group, COLLECTIVE_OF_OP[name], nbytes, device, own_stream=own)

@@ -6,11 +6,14 @@ const UNITS = [["TiB", KIB ** 4], ["GiB", KIB ** 3], ["MiB", KIB ** 2], ["KiB", 
 // The categories in the order of their numbers in a trace.
 const CATEGORIES = [
   "other", "parameters", "gradients", "optimizer state", "activations", "inputs", "temporaries", "workspaces",
+  "communication buffers", "unsharded parameters", "prefetch",
 ];
 // From the bottom of a stack to its top: what stays lies below what comes and goes.
-const STACKING = [1, 3, 2, 5, 7, 0, 4, 6];
-// Okabe and Ito's palette, which people with any kind of colour blindness can tell apart.
-const PALETTE = ["#8d8d8d", "#0072b2", "#56b4e9", "#cc79a7", "#009e73", "#f0e442", "#d55e00", "#e69f00"];
+const STACKING = [1, 3, 2, 5, 7, 0, 8, 9, 10, 4, 6];
+// Okabe and Ito's palette, which people with any kind of colour blindness can tell apart; then after Tol's.
+const PALETTE = [
+  "#8d8d8d", "#0072b2", "#56b4e9", "#cc79a7", "#009e73", "#f0e442", "#d55e00", "#e69f00", "#9b2c5a", "#7e6bc4", "#9a9a33",
+];
 
 // For recordings without categories: muted colours that tell sizes apart.
 const SIZE_PALETTE = ["#88a9c3", "#b5a27e", "#8fb89b", "#b78fae", "#7f8fa6", "#c3a6a0", "#79a8a9", "#a3a3c2", "#c2bb8d"];

@@ -1,0 +1,68 @@
+"""Says which memory is for communication: DDP's buckets, what is broadcast together, what pipelines receive into.
+
+torch makes these tensors as any other, so the places in it that make them are what tells. What a program itself hands
+to a collective stays what it is: a gathered activation is an activation.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from vramfit.capture.storages import StorageMeter
+from vramfit.patching import PatchStack, after_import
+from vramfit.trace import Category
+
+Within = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def install(meter: StorageMeter[Any], patches: PatchStack) -> None:
+    """Let what torch allocates for communication count as that, until the patches are undone."""
+    communicating = allocating(meter, Category.COMMUNICATION_BUFFERS)
+
+    def data_parallel(module: ModuleType) -> None:
+        """The reducer makes its buckets in C++ when it is made, and again in the order in which gradients came."""
+        ddp = module.DistributedDataParallel
+        patches.set(ddp, "_ddp_init_helper", communicating(ddp._ddp_init_helper))
+        original = ddp.register_comm_hook
+
+        @functools.wraps(original)
+        def register(self: Any, state: object, hook: Callable[..., Any]) -> Any:
+            return original(self, state, communicating(hook))  # compressed copies of buckets, errors that it keeps
+
+        patches.set(ddp, "register_comm_hook", register)
+
+    def reducer(module: ModuleType) -> None:
+        rebuild = module.Reducer._rebuild_buckets
+        patches.set(module.Reducer, "_rebuild_buckets", communicating(rebuild))
+        # Both keep their names where torch imported them from.
+        patches.set(module, "_broadcast_coalesced", communicating(module._broadcast_coalesced))
+
+    def pipeline(module: ModuleType) -> None:
+        """What a stage receives from its neighbours lies where it was received until its backward pass is done."""
+        patches.set(module, "_make_tensor_from_meta", communicating(module._make_tensor_from_meta))
+
+    after_import(
+        {
+            "torch.distributed": reducer,
+            "torch.nn.parallel.distributed": data_parallel,
+            "torch.distributed.pipelining.stage": pipeline,
+        },
+        patches,
+    )
+
+
+def allocating(meter: StorageMeter[Any], category: Category) -> Within:
+    """What makes a function allocate for something, where its ops do not say what for."""
+
+    def within(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def inside(*args: Any, **kwargs: Any) -> Any:
+            with meter.allocating(category):
+                return function(*args, **kwargs)
+
+        return inside
+
+    return within

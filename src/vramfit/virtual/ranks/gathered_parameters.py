@@ -1,0 +1,192 @@
+"""Tells what FSDP gathers from what it keeps: gather buffers, unsharded parameters, and what is gathered ahead of its use.
+
+NOTE [What FSDP holds beside its shards]
+FSDP2 (``_fsdp_param_group.py``) gathers the shards of a group into one buffer, on a stream of its own, and copies it
+out into the unsharded parameters when the group's module runs; the buffer lives until the next one is copied out. FSDP1
+(``_flat_param.py``) gathers into the unsharded flat parameter itself. Both reduce gradients from a padded copy.
+
+A gather that begins while another module computes (backward prefetch, ``set_modules_to_forward_prefetch``,
+``forward_prefetch=True``, ``unshard()`` called by the program) is prefetch until the module that it is for runs. Then
+FSDP2's buffer counts as communication like any other, and FSDP1's flat parameter as unsharded parameters.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from vramfit.capture.storages import StorageMeter
+from vramfit.patching import PatchStack, after_import
+from vramfit.trace import Category
+from vramfit.virtual.ranks.communication_buffers import allocating
+
+_FSDP2 = "torch.distributed.fsdp._fully_shard."
+_FLAT = ("_full_param_padded", "_full_prec_full_param_padded")
+"""What FSDP1 gathers into, in the precision of computation and in full."""
+
+
+def install(meter: StorageMeter[Any], patches: PatchStack) -> None:
+    """Let what FSDP gathers count as what it is, until the patches are undone."""
+    first, second = _FlatParameters(meter, patches), _ParameterGroups(meter, patches)
+    after_import(
+        {
+            f"{_FSDP2}_fsdp_param_group": second.groups,
+            f"{_FSDP2}_fsdp_param": second.parameters,
+            "torch.distributed.fsdp._flat_param": first.handles,
+            "torch.distributed.fsdp._runtime_utils": first.runtime,
+        },
+        patches,
+    )
+
+
+class _Followed:
+    """A meter, and the patches that let it see."""
+
+    def __init__(self, meter: StorageMeter[Any], patches: PatchStack) -> None:
+        self._meter = meter
+        self._patches = patches
+        self._communicating = allocating(meter, Category.COMMUNICATION_BUFFERS)
+        self._unsharding = allocating(meter, Category.UNSHARDED_PARAMETERS)
+        self._reducing = allocating(meter, Category.GRADIENTS)
+
+    def _wrap(self, owner: Any, name: str, change: Callable[[Callable[..., Any]], Any]) -> None:
+        """Replace a function of a class or module, if this torch has it."""
+        original = vars(owner).get(name)
+        if original is not None:
+            static = isinstance(original, staticmethod)
+            changed = change(original.__func__ if static else original)
+            self._patches.set(owner, name, staticmethod(changed) if static else changed)
+
+
+class _ParameterGroups(_Followed):
+    """FSDP2."""
+
+    def __init__(self, meter: StorageMeter[Any], patches: PatchStack) -> None:
+        super().__init__(meter, patches)
+        self._entering: list[Any] = []  # groups whose modules are about to run, or to go backward
+
+    def groups(self, module: ModuleType) -> None:
+        """``FSDPParamGroup``, and the collectives that it imports."""
+        group = module.FSDPParamGroup
+        for name in ("pre_forward", "pre_backward"):
+            self._wrap(group, name, self._enter)
+        self._wrap(group, "unshard", self._gather)
+        self._wrap(group, "wait_for_unshard", self._use)
+        self._wrap(module, "foreach_all_gather_copy_out", self._communicating)
+        self._wrap(module, "foreach_reduce", self._communicating)
+
+    def parameters(self, module: ModuleType) -> None:
+        """``FSDPParam``: what modules compute with."""
+        parameter = module.FSDPParam
+        for name in (
+            "init_all_gather_outputs",
+            "alloc_all_gather_outputs",
+            "init_unsharded_param",
+            "to_sharded_post_forward",
+        ):
+            self._wrap(parameter, name, self._unsharding)
+        self._wrap(parameter, "to_accumulated_grad_if_needed", self._reducing)
+
+    def _enter(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def enter(group: Any, *args: Any, **kwargs: Any) -> Any:
+            self._entering.append(group)
+            try:
+                return original(group, *args, **kwargs)
+            finally:
+                self._entering.pop()
+
+        return enter
+
+    def _gather(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def unshard(group: Any, *args: Any, **kwargs: Any) -> Any:
+            before = group._all_gather_result
+            with self._meter.allocating(Category.COMMUNICATION_BUFFERS):
+                found = original(group, *args, **kwargs)
+            result = group._all_gather_result
+            ahead = not self._entering or self._entering[-1] is not group
+            if result is not None and result is not before and ahead:
+                self._meter.tag(result.all_gather_output, Category.PREFETCH)
+            return found
+
+        return unshard
+
+    def _use(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def wait(group: Any, *args: Any, **kwargs: Any) -> Any:
+            if (result := group._all_gather_result) is not None:
+                self._meter.turn(
+                    result.all_gather_output, Category.PREFETCH, Category.COMMUNICATION_BUFFERS
+                )
+            with self._meter.allocating(Category.COMMUNICATION_BUFFERS):
+                return original(group, *args, **kwargs)
+
+        return wait
+
+
+class _FlatParameters(_Followed):
+    """FSDP1."""
+
+    def __init__(self, meter: StorageMeter[Any], patches: PatchStack) -> None:
+        super().__init__(meter, patches)
+        self._ahead = False
+
+    def handles(self, module: ModuleType) -> None:
+        """``FlatParamHandle``."""
+        handle = module.FlatParamHandle
+        self._wrap(handle, "_alloc_padded_unsharded_flat_param", self._gather)
+        self._wrap(handle, "_use_low_precision_shard", self._lower)
+        self._wrap(handle, "flat_param_to", self._communicating)  # a shard on the host that is about to be gathered
+
+    def runtime(self, module: ModuleType) -> None:
+        """What runs before and after modules."""
+        self._wrap(module, "_prefetch_handle", self._prefetch)
+        self._wrap(module, "_get_reduce_scatter_tensors", self._communicating)
+        self._wrap(module, "_accumulate_sharded_grad", self._accumulate)
+
+    def _gather(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def allocate(handle: Any) -> Any:
+            category = Category.PREFETCH if self._ahead else Category.UNSHARDED_PARAMETERS
+            with self._meter.allocating(category):
+                return original(handle)
+
+        return allocate
+
+    def _lower(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def use(handle: Any) -> Any:
+            # Without sharding modules compute with it.
+            sharded = handle.uses_sharded_strategy
+            kind = Category.COMMUNICATION_BUFFERS if sharded else Category.UNSHARDED_PARAMETERS
+            with self._meter.allocating(kind):
+                return original(handle)
+
+        return use
+
+    def _prefetch(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def prefetch(state: Any, handle: Any, *args: Any, **kwargs: Any) -> Any:
+            # It is called for the handle whose module is about to run, to gather that of another one.
+            for name in _FLAT if handle else ():
+                if (gathered := getattr(handle.flat_param, name, None)) is not None:
+                    self._meter.turn(gathered, Category.PREFETCH, Category.UNSHARDED_PARAMETERS)
+            before, self._ahead = self._ahead, True
+            try:
+                return original(state, handle, *args, **kwargs)
+            finally:
+                self._ahead = before
+
+        return prefetch
+
+    def _accumulate(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def accumulate(state: Any, handle: Any, sharded: Any) -> Any:
+            kept = original(state, handle, sharded)
+            self._meter.tag(kept, Category.GRADIENTS)
+            return kept
+
+        return accumulate
