@@ -75,6 +75,7 @@ class _ParameterGroups(_Followed):
         self._wrap(group, "unshard", self._gather)
         self._wrap(group, "wait_for_unshard", self._use)
         self._wrap(module, "foreach_all_gather_copy_out", self._communicating)
+        self._wrap(group, "post_backward", self._reduce)
         self._wrap(module, "foreach_reduce", self._communicating)
 
     def parameters(self, module: ModuleType) -> None:
@@ -127,6 +128,23 @@ class _ParameterGroups(_Followed):
         return wait
 
 
+    def _reduce(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def post_backward(group: Any, *args: Any, **kwargs: Any) -> Any:
+            for parameter in group.fsdp_params:
+                self._gradient(getattr(parameter, "_unsharded_param", None))
+            found = original(group, *args, **kwargs)
+            for parameter in group.fsdp_params:
+                self._gradient(parameter.sharded_param)
+            return found
+
+        return post_backward
+
+    def _gradient(self, parameter: Any) -> None:
+        if parameter is not None and parameter.grad is not None:
+            self._meter.tag(parameter.grad, Category.GRADIENTS)
+
+
 class _FlatParameters(_Followed):
     """FSDP1."""
 
@@ -144,7 +162,7 @@ class _FlatParameters(_Followed):
     def runtime(self, module: ModuleType) -> None:
         """What runs before and after modules."""
         self._wrap(module, "_prefetch_handle", self._prefetch)
-        self._wrap(module, "_get_reduce_scatter_tensors", self._communicating)
+        self._wrap(module, "_post_backward_hook", self._reduce)
         self._wrap(module, "_accumulate_sharded_grad", self._accumulate)
 
     def _gather(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -181,6 +199,16 @@ class _FlatParameters(_Followed):
                 self._ahead = before
 
         return prefetch
+
+    def _reduce(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def post_backward(state: Any, handle: Any, *args: Any, **kwargs: Any) -> Any:
+            if handle.flat_param.grad is not None:
+                self._meter.tag(handle.flat_param.grad, Category.GRADIENTS)
+            with self._meter.allocating(Category.COMMUNICATION_BUFFERS):
+                return original(state, handle, *args, **kwargs)
+
+        return post_backward
 
     def _accumulate(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

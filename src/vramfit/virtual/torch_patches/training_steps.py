@@ -19,6 +19,7 @@ from vramfit.capture.attribution import ProgramPhase
 from vramfit.patching import PatchStack
 from vramfit.trace import Category
 from vramfit.virtual.op_runner import OpRunner
+from vramfit.virtual.tensor_subclasses import is_wrapper
 
 
 def install(mode: OpRunner, patches: PatchStack) -> None:
@@ -53,7 +54,7 @@ def tag_gradients(mode: OpRunner, parameters: Iterable[torch.Tensor] | None = No
     meter = mode.meter
     for parameter in meter.parameters() if parameters is None else parameters:
         gradient = parameter.grad
-        if gradient is not None and type(gradient) is FakeTensor:
+        if gradient is not None and (type(gradient) is FakeTensor or is_wrapper(gradient)):
             record = meter.record_of(parameter)
             meter.tag(gradient, Category.GRADIENTS, None if record is None else record.module)
 
@@ -68,9 +69,8 @@ def _patch_optimizers(mode: OpRunner, patches: PatchStack) -> None:
         patches.call(partial(types.remove, FakeTensor))
 
     def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if _in_backward():
-            tag_gradients(mode, (p for group in optimizer.param_groups for p in group["params"]))
-        else:
+        tag_gradients(mode, (p for group in optimizer.param_groups for p in group["params"]))
+        if not _in_backward():
             tag_gradients(mode)
         mode.meter.phases.begin(ProgramPhase.OPTIMIZER)
         mode.guesses.new_phase()
