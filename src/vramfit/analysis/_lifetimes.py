@@ -56,9 +56,7 @@ class Lifetimes:
 _BEGINNINGS = (EventKind.ALLOC, EventKind.RECATEGORIZED)
 
 
-def lifetimes(
-    trace: MemoryTrace, device: int = 0, begins: Sequence[EventKind] = _BEGINNINGS
-) -> Lifetimes:
+def lifetimes(trace: MemoryTrace, device: int = 0, begins: Sequence[EventKind] = _BEGINNINGS) -> Lifetimes:
     """Pair allocations and frees of ``device``.
 
     A free without an allocation, and a block of the final segments that was never allocated in the trace,

@@ -31,9 +31,7 @@ from vramfit.writing import StrPath
 
 Snapshot: TypeAlias = dict[str, Any]
 
-ACTIONS: Mapping[str, EventKind] = {
-    kind.name.lower(): kind for kind in EventKind if kind < EventKind.MARKER
-}
+ACTIONS: Mapping[str, EventKind] = {kind.name.lower(): kind for kind in EventKind if kind < EventKind.MARKER}
 """How torch's traces call the kinds of events."""
 
 MAX_UNPACKED_BYTES = 8 << 30

@@ -30,7 +30,9 @@ def install(meter: StorageMeter[Any], patches: PatchStack) -> None:
 
         @functools.wraps(original)
         def register(self: Any, state: object, hook: Callable[..., Any]) -> Any:
-            return original(self, state, communicating(hook))  # compressed copies of buckets, errors that it keeps
+            return original(
+                self, state, communicating(hook)
+            )  # compressed copies of buckets, errors that it keeps
 
         patches.set(ddp, "register_comm_hook", register)
 

@@ -119,14 +119,11 @@ class _ParameterGroups(_Followed):
         @functools.wraps(original)
         def wait(group: Any, *args: Any, **kwargs: Any) -> Any:
             if (result := group._all_gather_result) is not None:
-                self._meter.turn(
-                    result.all_gather_output, Category.PREFETCH, Category.COMMUNICATION_BUFFERS
-                )
+                self._meter.turn(result.all_gather_output, Category.PREFETCH, Category.COMMUNICATION_BUFFERS)
             with self._meter.allocating(Category.COMMUNICATION_BUFFERS):
                 return original(group, *args, **kwargs)
 
         return wait
-
 
     def _reduce(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -157,7 +154,9 @@ class _FlatParameters(_Followed):
         handle = module.FlatParamHandle
         self._wrap(handle, "_alloc_padded_unsharded_flat_param", self._gather)
         self._wrap(handle, "_use_low_precision_shard", self._lower)
-        self._wrap(handle, "flat_param_to", self._communicating)  # a shard on the host that is about to be gathered
+        self._wrap(
+            handle, "flat_param_to", self._communicating
+        )  # a shard on the host that is about to be gathered
 
     def runtime(self, module: ModuleType) -> None:
         """What runs before and after modules."""
