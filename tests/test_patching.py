@@ -5,7 +5,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from vramfit.patching import PatchStack, together
+from vramfit.patching import PatchStack, after_import, together
 
 
 class Base:
@@ -167,3 +167,15 @@ def test_a_failing_undo_does_not_keep_the_others_from_running():
     assert isinstance(caught.value.exceptions[0], ZeroDivisionError)
     assert thing.value == 1 and len(patches) == 0
     patches.undo()
+
+
+def test_several_may_change_a_module_once_it_is_imported(tmp_path, monkeypatch):
+    (tmp_path / "changed_by_two.py").write_text("told = []")
+    monkeypatch.syspath_prepend(tmp_path)
+    with PatchStack() as one, PatchStack() as two:
+        after_import({"changed_by_two": lambda module: module.told.append("one")}, one)
+        after_import({"changed_by_two": lambda module: module.told.append("two")}, two)
+        import changed_by_two
+
+        assert changed_by_two.told == ["one", "two"]
+    monkeypatch.delitem(sys.modules, "changed_by_two")

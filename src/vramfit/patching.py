@@ -199,9 +199,10 @@ class _AfterImport(MetaPathFinder):
         change = self._changes.get(fullname)
         if change is None:
             return None
-        for finder in sys.meta_path:
+        # Those behind this one: another of this class before it, for the same module, has asked it.
+        for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:
             find = getattr(finder, "find_spec", None)
-            spec: ModuleSpec | None = None if finder is self or find is None else find(fullname, path, target)
+            spec: ModuleSpec | None = None if find is None else find(fullname, path, target)
             if spec is not None:
                 change_after(spec, change)
                 return spec

@@ -27,7 +27,8 @@ class Lifetimes:
 
     Attributes:
         rows: number of events of the trace; a row of this value means "not within the trace".
-        born: row of the allocation, or from which it counted as another category; -1 for a block that was there before the trace began.
+        born: row of the allocation, or from which it counted as another category; -1 for a block that was there before
+            the trace began.
         freed: row at which the free was asked for; ``rows`` if never. From here on it no longer counts as
             allocated.
         completed: row at which the free took effect; ``rows`` if never. Until here it counts as active.

@@ -274,7 +274,7 @@ class Timeline:
 
     Attributes:
         rows: the events at which the values hold, ascending.
-        categories: array of shape [number of categories, len(rows)], indexed by `Category`; a column sums to ``allocated``.
+        categories: array of shape [len(Category), len(rows)], indexed by `Category`; a column sums to ``allocated``.
     """
 
     rows: Ints

@@ -38,6 +38,8 @@ STYLES = {
     Category.OTHER: "bright_black",
 }
 _WIDEST = 140
+_NAME = 18
+"""Characters of a category's name; longer ones are those of programs on several cards."""
 _MODULES, _TENSORS, _PHASES = 12, 8, 6
 _PHASE = 18
 _PHASE_FIGURE = 12
@@ -68,14 +70,15 @@ class Sections:
         allocated = format_bytes(breakdown.allocated)
         yield self.heading(when, f"{allocated} allocated{self.describe(breakdown.moment)}")
         largest = max(breakdown.categories.values(), default=0)
-        for kind, name in NAMES.items():
+        shown = [(kind, name) for kind, name in NAMES.items() if breakdown.categories[kind]]
+        column = max([_NAME, *(1 + len(name) for _, name in shown)])
+        for kind, name in shown:
             amount = breakdown.categories[kind]
-            if amount:
-                drawn = bar(amount / largest, max(0, min(40, self.width - 42)))
-                yield Text.assemble(
-                    f"  {name:<18}{format_bytes(amount):>{SIZE}}{percent(amount, breakdown.allocated):>7}  ",
-                    (drawn, STYLES[kind]),
-                )
+            drawn = bar(amount / largest, max(0, min(40, self.width - 24 - column)))
+            yield Text.assemble(
+                f"  {name:<{column}}{format_bytes(amount):>{SIZE}}{percent(amount, breakdown.allocated):>7}  ",
+                (drawn, STYLES[kind]),
+            )
 
     def describe(self, moment: Moment) -> str:
         """A moment in words, beginning with a comma."""

@@ -66,7 +66,9 @@ def read_file(path: StrPath) -> bytes:
 
 
 MAGIC = b"\x93vramfit"
-VERSION = 1
+VERSION = 2
+"""Version 2 has blocks that come to count as another category, and the categories of programs on several cards; a file
+without either is of version 1, which older readers know."""
 EMBEDDED = "vramfit_trace"
 """Key under which a torch snapshot that vramfit wrote holds the trace itself, in base64."""
 
@@ -143,7 +145,10 @@ def _write(trace: MemoryTrace, stream: BinaryIO) -> None:
         "segment_frames": frames.lists,
     }
     text = zlib.compress(json.dumps(header, separators=(",", ":")).encode("ascii"), 1)
-    stream.write(_HEAD.pack(MAGIC, VERSION, zlib.crc32(text), len(text)))
+    plain = (
+        trace.category.max(initial=0) <= Category.WORKSPACES and trace.kind.max(initial=0) <= EventKind.MARKER
+    )
+    stream.write(_HEAD.pack(MAGIC, 1 if plain else VERSION, zlib.crc32(text), len(text)))
     stream.write(text)
     for data in packed.values():
         stream.write(data)

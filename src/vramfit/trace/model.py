@@ -61,8 +61,8 @@ class Category(IntEnum):
     TEMPORARIES = 6
     WORKSPACES = 7
     COMMUNICATION_BUFFERS = 8
-    """What collectives read and write beside the tensors of a program: DDP's buckets, what FSDP gathers into and reduces
-    from, what stages of a pipeline receive into."""
+    """What collectives read and write beside the tensors of a program: DDP's buckets, what FSDP gathers into and
+    reduces from, what stages of a pipeline receive into."""
     UNSHARDED_PARAMETERS = 9
     """Parameters that FSDP has gathered, with which modules compute."""
     PREFETCH = 10

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -142,6 +143,30 @@ def test_a_gathered_list_is_laid_into_one_buffer(gpu: VirtualGPU) -> None:
     assert shared_out(held(gpu)) == (0, 0, 0)
 
 
+def test_what_stages_of_a_pipeline_receive_into(gpu: VirtualGPU) -> None:
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    card, batch = torch.device("cuda", CARD), (4, 300)
+    example = torch.empty(batch, device="meta", requires_grad=True)
+    stage = PipelineStage(layers(2, 300).to(card), RANK, WORLD, card, input_args=example, output_args=example)
+    ScheduleGPipe(stage, 4, loss_fn=nn.functional.mse_loss).step()
+    # Activations of four micro-batches from the stage before, and their gradients from the one behind.
+    assert shared_out(held(gpu)) == (2 * 4 * rounded(4 * 300 * 4), 0, 0)
+
+
+def test_gradients_of_tensor_parallel_shards_have_their_name_at_the_step(gpu: VirtualGPU) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    model = layers(1, 512).cuda()
+    parallelize_module(model, init_device_mesh("cuda", (WORLD,)), {"0": ColwiseParallel()})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.zeros(4, 512, device="cuda")).sum().backward()
+    optimizer.step()
+    found = held(gpu)
+    assert (found[PARAMETERS], found[GRADIENTS]) == (512 * 512 * 4 // WORLD, 512 * 512 * 4 // WORLD)
+
+
 # -- FSDP2 -----------------------------------------------------------------------------------------------------
 
 
@@ -156,7 +181,7 @@ def test_what_fsdp2_gathers(gpu: VirtualGPU, reshard: bool, ahead: bool) -> None
         fully_shard(layer, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(model, mp_policy=policy)
     model.to_empty(device="cuda")
-    for layer, following in zip(model[:-1], model[1:], strict=True) if ahead else ():
+    for layer, following in pairwise(model) if ahead else ():
         layer.set_modules_to_forward_prefetch([following])
     given = torch.ones(64, 4096, device="cuda", dtype=torch.bfloat16)
     with torch.no_grad():
@@ -175,14 +200,13 @@ def test_what_fsdp2_gathers(gpu: VirtualGPU, reshard: bool, ahead: bool) -> None
         # The buffer of the layer that computes, what goes into that of the next, and the next's, gathered ahead.
         assert shared_out(found) == (whole + whole // WORLD, whole, whole)
 
-    out = model(given)
-    found = fullest(gpu, lambda: out.float().sum().backward())
+    out = [model(given)]
+    found = fullest(gpu, lambda: out.pop().float().sum().backward())
     reduced = 2 * whole  # a float32 copy of the gradients of one layer
     if reshard:
         assert shared_out(found) == (reduced, whole, whole)
     else:
         assert shared_out(found) == (reduced, 7 * whole, 0)
-    del out
     assert held(gpu)[GRADIENTS] == shard
     assert not set(held(gpu)) & set(SHARED_OUT)
 

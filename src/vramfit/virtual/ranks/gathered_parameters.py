@@ -1,4 +1,4 @@
-"""Tells what FSDP gathers from what it keeps: gather buffers, unsharded parameters, and what is gathered ahead of its use.
+"""Tells what FSDP gathers from what it keeps: gather buffers, unsharded parameters, and what is gathered ahead.
 
 NOTE [What FSDP holds beside its shards]
 FSDP2 (``_fsdp_param_group.py``) gathers the shards of a group into one buffer, on a stream of its own, and copies it
