@@ -291,11 +291,17 @@ def timeline(trace: MemoryTrace, device: int = 0, *, points: int | None = None) 
         points: at most about so many rows; of each stretch of events the one with the most allocated bytes is
             kept, so that no peak is lost. None keeps all.
     """
+    bytes_over = DeviceTimeline.of(trace, device).curves
+    rows = np.arange(len(trace), dtype=np.int64)
+    if points is not None and len(trace) > points:
+        rows = _highest_of_each(bytes_over.allocated, points)
+    return timeline_at(trace, device, rows)
+
+
+def timeline_at(trace: MemoryTrace, device: int, rows: Ints) -> Timeline:
+    """Allocated bytes by category right after some events, in ascending order."""
     found = DeviceTimeline.of(trace, device)
     lives, bytes_over = found.lives, found.curves
-    rows = np.arange(lives.rows, dtype=np.int64)
-    if points is not None and lives.rows > points:
-        rows = _highest_of_each(bytes_over.allocated, points)
     stacked = np.zeros((len(Category), len(rows)), dtype=np.int64)
     for kind in Category:
         mine = found.categories == kind

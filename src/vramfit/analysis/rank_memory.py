@@ -88,6 +88,30 @@ class RankMemory:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class AlikeRanks:
+    """Ranks in a row that are alike.
+
+    Attributes:
+        ranks: those that ran.
+        last: number of the last one, also where it did not run.
+    """
+
+    ranks: tuple[RankMemory, ...]
+    last: int
+
+    @property
+    def first(self) -> RankMemory:
+        """The first of them."""
+        return self.ranks[0]
+
+    @property
+    def name(self) -> str:
+        """Their numbers."""
+        first = self.first.rank
+        return f"{first}" if first == self.last else f"{first} to {self.last}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class NodeMemory:
     """Host memory of nodes that are alike.
 
@@ -129,6 +153,18 @@ class WorldMemory:
     def decisive(self) -> RankMemory:
         """The worst rank."""
         return self.ranks[self.worst]
+
+    @property
+    def rows(self) -> tuple[AlikeRanks, ...]:
+        """The ranks that ran, those in a row that are alike together."""
+        found: list[AlikeRanks] = []
+        for rank in self.ranks:
+            last = max((span.last for span in rank.stands_for if span.alike), default=rank.rank)
+            if found and found[-1].last == rank.rank - 1 and found[-1].first.kind == rank.kind:
+                found[-1] = AlikeRanks(ranks=(*found[-1].ranks, rank), last=last)
+            else:
+                found.append(AlikeRanks(ranks=(rank,), last=last))
+        return tuple(found)
 
     @property
     def fits(self) -> bool | None:

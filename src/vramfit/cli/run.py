@@ -198,7 +198,7 @@ def _run_ranks(
     reference: Reference | None,
     outputs: _Outputs,
 ) -> NoReturn:
-    """Run ranks of a distributed program, tell of them, and end; the files are of the worst of them."""
+    """Run ranks of a distributed program, tell of them, and end; files but the page are of the worst of them."""
     if reference is not None:
         raise UsageError(
             "--against compares one process, and this program has several ranks",
@@ -209,7 +209,11 @@ def _run_ranks(
         tell(found, outputs.json)
     finally:
         worst = found.decisive
-        _write(worst.run, worst.verdict, None, replace(outputs, json=None))
+        _write(worst.run, worst.verdict, None, replace(outputs, json=None, report=None))
+        if outputs.report is not None:
+            from vramfit.report import write_page
+
+            write_page(outputs.report, found, root=Path.cwd())
     codes = [exit_code(rank.run, rank.verdict) for rank in (found.decisive, *found.ranks)]
     raise typer.Exit(next((code for code in codes if code), 0))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +45,7 @@ class _WorldReport(Sections):
 
     def lines(self, found: WorldMemory) -> Iterator[Text]:
         """The verdict, the ranks, the hosts, and what limits the answer."""
-        yield from broken(_verdict(found), self.width)
+        yield from broken(world_headline(found), self.width)
         for reason in found.why:
             yield from broken(Text(f"  {reason}"), self.width, indent=4)
         if not found.joined:
@@ -67,7 +66,7 @@ class _WorldReport(Sections):
 
     def _ranks(self, found: WorldMemory) -> Iterator[Text]:
         """Ranks that are alike in a row, and where their bytes are."""
-        shown = _rows(found)
+        shown = found.rows
         styles = ["bold" if found.decisive in row.ranks else "" for row in shown]
         rows = [
             [
@@ -150,7 +149,8 @@ class _WorldReport(Sections):
             yield Text(f"  and {more} more: --json lists them all", style="bright_black")
 
 
-def _verdict(found: WorldMemory) -> Text:
+def world_headline(found: WorldMemory) -> Text:
+    """Whether all ranks fit, and which is the worst."""
     worst = found.decisive
     card = worst.card
     where = f"{counted(found.size, 'card')} {card.gpu}"
@@ -187,41 +187,6 @@ def _verdict(found: WorldMemory) -> Text:
         f"{where}: rank {worst.rank} is the worst, {format_bytes(worst.needed)} of {format_bytes(card.total)}, "
         f"{format_bytes(card.headroom)} free{told}",
     )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Row:
-    """Ranks in a row that are alike.
-
-    Attributes:
-        ranks: those that ran.
-        last: number of the last one, also where it did not run.
-    """
-
-    ranks: tuple[RankMemory, ...]
-    last: int
-
-    @property
-    def first(self) -> RankMemory:
-        """The first of them."""
-        return self.ranks[0]
-
-    @property
-    def name(self) -> str:
-        """Their numbers."""
-        first = self.first.rank
-        return f"{first}" if first == self.last else f"{first} to {self.last}"
-
-
-def _rows(found: WorldMemory) -> list[_Row]:
-    rows: list[_Row] = []
-    for rank in found.ranks:
-        last = max((span.last for span in rank.stands_for if span.alike), default=rank.rank)
-        if rows and rows[-1].last == rank.rank - 1 and rows[-1].first.kind == rank.kind:
-            rows[-1] = _Row(ranks=(*rows[-1].ranks, rank), last=last)
-        else:
-            rows.append(_Row(ranks=(rank,), last=last))
-    return rows
 
 
 def _part(rank: RankMemory, kind: Category) -> int:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from vramfit.analysis import Breakdown, DeviceVerdict, Outcome, Verdict
 from vramfit.analysis import verdict as judge
+from vramfit.analysis.rank_memory import WorldMemory
 from vramfit.analysis.recorded_run import run_from_trace
 from vramfit.report.drawing import to_svg
 from vramfit.report.html.advice import (
@@ -35,6 +36,7 @@ from vramfit.report.html.columns import (
     to_text,
 )
 from vramfit.report.html.markup import Html, join, table, tag
+from vramfit.report.html.ranks_section import ranks_data, ranks_section, shown_ranks
 from vramfit.report.html.tables import (
     bars_scale,
     blocks_text,
@@ -71,6 +73,7 @@ _SCRIPTS = (
     "rows.js",
     "folds.js",
     "place.js",
+    "ranks.js",
     "main.js",
 )
 _STYLES = ("vendor/uPlot-1.6.32.min.css", "page.css")
@@ -101,6 +104,7 @@ class _Words:
 
     Attributes:
         summary: the verdict with its figures.
+        ranks: the ranks of which the run is one; empty for a program by itself.
         warnings: what was done differently from a card; empty without any.
         footer: the program, its duration and versions.
     """
@@ -108,12 +112,23 @@ class _Words:
     title: str
     program: str
     summary: Html
+    ranks: Html
     warnings: Html
     footer: str
 
 
 def render_html(run: Run, verdict: Verdict, *, root: Path | None = None) -> str:
     """A run as one HTML file."""
+    return _run_page(run, verdict, root, None)
+
+
+def render_ranks_html(world: WorldMemory, *, root: Path | None = None) -> str:
+    """Ranks of a distributed program as one HTML file: all of them over time, and all of the worst."""
+    worst = world.decisive
+    return _run_page(worst.run, worst.verdict, root, world)
+
+
+def _run_page(run: Run, verdict: Verdict, root: Path | None, world: WorldMemory | None) -> str:
     described = {device.index: device for device in run.trace.devices}
     parts = []
     for found in verdict.devices:
@@ -126,14 +141,20 @@ def render_html(run: Run, verdict: Verdict, *, root: Path | None = None) -> str:
     first = verdict.device.index if verdict.device.index >= 0 else None
     program = " ".join(run.program)
     seen = "" if verdict.outcome is Outcome.UNKNOWN else f": {verdict.outcome.value}"
+    ranks, data = Html(), Html()
+    if world is not None:
+        drawn = shown_ranks(world)
+        by_itself = tag("h2", f"Rank {world.decisive.rank} by itself")
+        ranks, data = join([ranks_section(world, drawn), by_itself]), ranks_data(drawn)
     words = _Words(
         title=f"{program or 'program'}{seen}",
         program=program,
         summary=_run_summary(run, verdict, root),
+        ranks=ranks,
         warnings=join([_warnings(run, root), _files(run, root)]),
         footer=_footer(run),
     )
-    return _page(run.trace, parts, words, first=first, root=root)
+    return _page(run.trace, parts, words, first=first, root=root, beside=data)
 
 
 def render_trace_html(trace: MemoryTrace, *, title: str = "", root: Path | None = None) -> str:
@@ -148,13 +169,13 @@ def render_trace_html(trace: MemoryTrace, *, title: str = "", root: Path | None 
 
 def write_page(
     path: StrPath,
-    source: Run | MemoryTrace,
+    source: Run | MemoryTrace | WorldMemory,
     verdict: Verdict | None = None,
     *,
     title: str = "",
     root: StrPath | None = None,
 ) -> None:
-    """Write the page of a run (with its verdict) or of a trace, whole or not at all.
+    """Write the page of a run (with its verdict), of a trace or of ranks, whole or not at all.
 
     Raises:
         WriteError: no space, no permission, no such folder; nothing half-written is left.
@@ -163,6 +184,8 @@ def write_page(
     folder = None if root is None else Path(root)
     if isinstance(source, MemoryTrace):
         write_text(path, render_trace_html(source, title=title, root=folder))
+    elif isinstance(source, WorldMemory):
+        write_text(path, render_ranks_html(source, root=folder))
     elif verdict is None:
         raise ValueError("the page of a run needs its verdict")
     else:
@@ -205,7 +228,13 @@ def trace_summary(trace: MemoryTrace) -> str:
 
 
 def _page(
-    trace: MemoryTrace, parts: Sequence[_Part], words: _Words, *, first: int | None, root: Path | None
+    trace: MemoryTrace,
+    parts: Sequence[_Part],
+    words: _Words,
+    *,
+    first: int | None,
+    root: Path | None,
+    beside: Html,
 ) -> str:
     style = "\n".join(_asset(name) for name in _STYLES)
     script = _script()
@@ -225,7 +254,8 @@ def _page(
         "style": style,
         "program": join([words.program]),
         "device_choice": _device_choice(parts, first),
-        "navigation": _navigation(grows=bool(growing), has_warnings=bool(words.warnings)),
+        "navigation": _navigation(words, grows=bool(growing)),
+        "ranks": words.ranks,
         "summary": words.summary,
         "growing": leaks_section(growing) if growing else "",
         "timeline_text": _each(parts, first, [timeline_text(trace, part.view) for part in parts]),
@@ -244,7 +274,7 @@ def _page(
         else leaks_section(_each(parts, first, [leaks_html(found, root=root) for found in advice])),
         "warnings": words.warnings,
         "footer": join([words.footer]),
-        "data": _data(trace, parts),
+        "data": join([_data(trace, parts), beside]),
         "script": script,
     }
     return Template(_asset("page.html")).substitute(values)
@@ -329,7 +359,7 @@ def _device_choice(parts: Sequence[_Part], first: int | None) -> Html:
     return tag("label", "Device ", tag("select", options, id="device-choice"))
 
 
-def _navigation(*, grows: bool, has_warnings: bool) -> Html:
+def _navigation(words: _Words, *, grows: bool) -> Html:
     links = [
         ("s-timeline", "Over time"),
         ("s-moment", "At one moment"),
@@ -339,7 +369,9 @@ def _navigation(*, grows: bool, has_warnings: bool) -> Html:
         ("s-fragmentation", "Fragmentation"),
     ]
     links.insert(0 if grows else len(links), ("s-leaks", "Leaks"))
-    if has_warnings:
+    if words.ranks:
+        links.insert(0, ("s-ranks", "Ranks"))
+    if words.warnings:
         links.append(("s-warnings", "Warnings"))
     return join((tag("a", text, href=f"#{name}") for name, text in links), " ")
 

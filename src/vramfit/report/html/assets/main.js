@@ -192,6 +192,7 @@ function switchTheme() {
   document.documentElement.dataset.theme = isDark() ? "light" : "dark";
   nameTheme();
   page.current?.redraw();
+  page.ranks?.redraw();
 }
 
 function nameTheme() {
@@ -212,12 +213,16 @@ function settle() {
 async function begin() {
   nameTheme();
   makeSheets();
-  makeFolds(() => page.current?.redraw());
+  makeFolds(() => {
+    page.current?.redraw();
+    page.ranks?.redraw();
+  });
   if (typeof DecompressionStream === "undefined") {
     $("loading").textContent = "This browser is too old for the pictures; the tables hold the same facts.";
     return;
   }
   page.shared = new Shared(await decode("data-shared"));
+  if ($("data-ranks")) page.ranks = new RanksOverTime(await decode("data-ranks"));
   // The pictures measure their room, so they must be seen before they are drawn.
   $("pictures").hidden = false;
   const first = document.documentElement.dataset.first;
