@@ -23,11 +23,11 @@ COLOURS = {
     Category.TEMPORARIES: "#d55e00",
     Category.WORKSPACES: "#e69f00",
     Category.COMMUNICATION_BUFFERS: "#9b2c5a",
-    Category.UNSHARDED_PARAMETERS: "#7e6bc4",
+    Category.UNSHARDED_PARAMETERS: "#5a1fd0",
     Category.PREFETCH: "#9a9a33",
 }
 """Okabe and Ito's palette, which people with any kind of colour blindness can tell apart, and for what only programs on
-several cards hold wine, indigo and olive after Tol's ("muted")."""
+several cards hold wine, violet and olive."""
 
 STACKING = (
     Category.PARAMETERS,

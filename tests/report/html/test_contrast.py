@@ -15,7 +15,7 @@ from report.html.pages import leaking, recording, training, two_cards
 from vramfit.analysis import verdict
 from vramfit.report.html import advice, write_page
 from vramfit.report.html import page as page_module
-from vramfit.trace import MemoryTrace, Run
+from vramfit.trace import Category, MemoryTrace, Run
 
 TEXT, GRAPHIC = 4.5, 3.0
 """Least contrast of text of any size, and of strokes that mean something (1.4.3 and 1.4.11)."""
@@ -76,7 +76,7 @@ def test_the_bar_of_a_card_has_colours_of_its_own() -> None:
     palette = re.search(r"const PALETTE = \[([^\]]+)\]", page_module._asset("dom.js"))
     assert palette is not None
     categories = [channels(colour) for colour in re.findall(r"#[0-9a-f]{6}", palette[1])]
-    assert len(categories) == 8
+    assert len(categories) == len(Category)
     for name in BARS:
         for colour in map(channels, tokens()[name]):
             nearest = min(sum((a - b) ** 2 for a, b in zip(colour, one, strict=True)) for one in categories)

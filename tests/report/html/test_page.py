@@ -104,7 +104,8 @@ def test_scripts_ask_only_for_elements_that_are_there() -> None:
     found = {attributes["id"] for _, attributes in document.elements if "id" in attributes}
     asked = set(re.findall(r'(?:\$|fresh)\("([a-z-]+)"\)', document.content["script"][-1]))
     assert len(asked) > 25
-    assert asked <= found
+    of_ranks = {"data-ranks", "ranks-legend"}  # on pages of several ranks alone: test_ranks_page.py
+    assert asked - of_ranks <= found
 
 
 def test_names_are_text_wherever_they_stand() -> None:

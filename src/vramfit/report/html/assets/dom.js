@@ -10,9 +10,9 @@ const CATEGORIES = [
 ];
 // From the bottom of a stack to its top: what stays lies below what comes and goes.
 const STACKING = [1, 3, 2, 5, 7, 0, 8, 9, 10, 4, 6];
-// Okabe and Ito's palette, which people with any kind of colour blindness can tell apart; then after Tol's.
+// Okabe and Ito's palette, which people with any kind of colour blindness can tell apart; then for ranks of several.
 const PALETTE = [
-  "#8d8d8d", "#0072b2", "#56b4e9", "#cc79a7", "#009e73", "#f0e442", "#d55e00", "#e69f00", "#9b2c5a", "#7e6bc4", "#9a9a33",
+  "#8d8d8d", "#0072b2", "#56b4e9", "#cc79a7", "#009e73", "#f0e442", "#d55e00", "#e69f00", "#9b2c5a", "#5a1fd0", "#9a9a33",
 ];
 
 // For recordings without categories: muted colours that tell sizes apart.
