@@ -197,7 +197,8 @@ def run(
         alloc_conf: allocator settings, instead of ``PYTORCH_ALLOC_CONF``.
         environ: variables added to this process's.
         cwd: folder to run in.
-        assume: ``"upper"`` or ``"typical"``: what is taken for sizes that depend on data.
+        assume: ``"upper"`` or ``"typical"``: what is taken for sizes that depend on data; ``"typical,imbalance=2"``: a
+            rank of experts receives twice its even share of tokens.
         profile: a file that ``vramfit calibrate`` wrote, ``"none"``, or ``"auto"`` for that of this card and torch.
         cudnn: an installed cuDNN to be asked what convolutions and attention take: its path, ``"auto"`` or
             ``"none"``; None is what ``VRAMFIT_CUDNN`` says, by default none.
@@ -237,7 +238,7 @@ def run(
         where = VirtualRun(
             gpu=spec,
             gpus=count,
-            assume=assumption(assume).value,
+            assume=assumption(assume).text,
             profile=profile,
             cudnn=wanted_cudnn(cudnn) or NONE,
             writes=Writes.DISCARD if writes is None else writes,

@@ -187,7 +187,7 @@ def run_ranks(
         text_argument("alloc_conf", alloc_conf)
     where = VirtualRun(
         gpu=find_gpu(gpu),
-        assume=assumption(assume).value,
+        assume=assumption(assume).text,
         profile=profile,
         cudnn=wanted_cudnn(cudnn) or NONE,
         writes=Writes.DISCARD if writes is None else writes,

@@ -12,7 +12,6 @@ from vramfit.arguments import LONGEST
 from vramfit.errors import UsageError
 from vramfit.files.policy import Writes
 from vramfit.units import parse_bytes
-from vramfit.virtual.data_dependent.assume import Assume
 
 if TYPE_CHECKING:
     from vramfit.gpus import GpuSpec
@@ -120,10 +119,11 @@ AllocConf = Annotated[
     str | None, typer.Option(metavar="CONF", help="Allocator settings, instead of PYTORCH_ALLOC_CONF.")
 ]
 AssumedSizes = Annotated[
-    Assume,
+    str,
     typer.Option(
-        metavar="upper|typical",
-        help="What to take for sizes that depend on data: the most, or what is to be expected.",
+        metavar="upper|typical[,imbalance=K]",
+        help="What to take for sizes that depend on data: the most, or what is to be expected; and for experts on "
+        "several cards that a rank receives K times its even share of tokens.",
         rich_help_panel=ASSUMED,
     ),
 ]

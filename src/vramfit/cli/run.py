@@ -72,7 +72,7 @@ def run_command(
     ] = None,
     module: options.Module = None,
     alloc_conf: options.AllocConf = None,
-    assume: options.AssumedSizes = Assume.UPPER,
+    assume: options.AssumedSizes = Assume.UPPER.value,
     profile: options.Profile = "auto",
     cudnn: options.Cudnn = None,
     steps: options.Steps = None,

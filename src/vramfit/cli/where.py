@@ -11,7 +11,7 @@ from vramfit.cli.options import size_of
 from vramfit.cudnn.found_library import NONE
 from vramfit.errors import UsageError
 from vramfit.files.policy import Writes
-from vramfit.virtual.data_dependent.assume import Assume
+from vramfit.virtual.data_dependent.assume import Assume, assumption
 
 if TYPE_CHECKING:
     from vramfit.analysis import Reconciliation, Tolerance
@@ -42,7 +42,7 @@ def chosen(
     gpus: int,
     device: str | None,
     budget: str | None,
-    assume: Assume,
+    assume: str,
     profile: str,
     writes: Writes | None = None,
     through: Sequence[Path] = (),
@@ -71,14 +71,14 @@ def chosen(
         return VirtualRun(
             gpu=find_gpu(gpu),
             gpus=gpus,
-            assume=assume.value,
+            assume=assumption(assume).text,
             profile=profile,
             writes=writes or Writes.DISCARD,
             through=tuple(through),
         )
     for option, is_default in (
         ("--gpus", gpus == 1),
-        ("--assume", assume is Assume.UPPER),
+        ("--assume", assume == Assume.UPPER.value),
         ("--profile", profile == "auto"),
     ):
         if not is_default:

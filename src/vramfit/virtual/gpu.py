@@ -81,7 +81,7 @@ class VirtualGPU:
         gpus: how many of them (at most 8).
         alloc_conf: allocator settings as in ``PYTORCH_ALLOC_CONF``; None reads the environment.
         context_bytes: memory of the CUDA context; None takes it from the card.
-        assume: ``"upper"`` or ``"typical"``: what is taken for sizes that depend on data (see `Assume`).
+        assume: ``"upper"`` or ``"typical"``: what is taken for sizes that depend on data (see `Assumptions`).
         profile: what ``vramfit calibrate`` measured: a file, a `MeasuredProfile`, ``"none"``, or ``"auto"`` for the
             one that was written for this card and this torch, if there is one.
         cudnn: an installed cuDNN to be asked what convolutions and attention take: its path, ``"auto"`` to look for
@@ -248,7 +248,7 @@ class VirtualGPU:
         meta = {
             **self._builder.meta,
             "platform": platform_text(),
-            "assume": self._machine.assume.value,
+            "assume": self._machine.assumptions.text,
             "alloc_conf": self._machine.config.to_string(),
         }
         devices = [
@@ -357,7 +357,7 @@ class VirtualGPU:
             program=tuple(sys.argv),
             torch_version=torch.__version__,
             platform=platform_text(),
-            assume=machine.assume.value,
+            assume=machine.assumptions.text,
             host_pinned_peak_bytes=machine.pinned.peak_reserved_bytes,
             files=None if self._protection is None else self._protection.changes(),
             profile=self._profile_note(),

@@ -26,7 +26,7 @@ from vramfit.capture.storages import EventHook, FreedHook
 from vramfit.errors import UsageError
 from vramfit.gpus import GpuSpec
 from vramfit.gpus.measured_profile import Rates
-from vramfit.virtual.data_dependent.assume import Assume
+from vramfit.virtual.data_dependent.assume import Assume, Assumptions, assumption
 from vramfit.virtual.kernels.measured import MeasuredTable
 from vramfit.virtual.op_call import WorkspaceAsker
 from vramfit.virtual.pinned import PinnedMemory
@@ -212,14 +212,15 @@ class Machine:
         torch_version: tuple[int, int] = (2, 13),
         visible: str | None = None,
         context_bytes: int | None = None,
-        assume: Assume = Assume.UPPER,
+        assume: Assume | Assumptions = Assume.UPPER,
         measured: MeasuredTable | None = None,
         observes_blocks: bool = True,
     ) -> None:
         if not specs:
             raise UsageError("a virtual machine needs at least one GPU")
         self.specs = tuple(specs)
-        self.assume = assume
+        self.assumptions = assumption(assume)
+        self.assume = self.assumptions.sizes
         self.measured = measured
         self.observes_blocks = observes_blocks
         self.torch_version = torch_version

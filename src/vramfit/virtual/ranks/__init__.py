@@ -14,7 +14,8 @@ things below torch's Python are ours:
    functional_collectives.py; how long by gpus/nccl).
 4. What comes from other ranks is taken to equal this rank's (peer_values.py, rank_objects.py).
 
-5. What torch allocates for communication, and what FSDP gathers, count as that (communication_buffers.py,
+5. How many tokens a rank of experts receives is stated or taken to be even (routed_tokens.py).
+6. What torch allocates for communication, and what FSDP gathers, count as that (communication_buffers.py,
    gathered_parameters.py).
 
 What needs other processes is refused by name (one_process.py), never made up.
@@ -55,6 +56,7 @@ def install(mode: OpRunner, place: RankPlace, patches: PatchStack) -> Communicat
         pipeline_stages,
         process_groups,
         rank_objects,
+        rank_roles,
         sharding,
     )
     from vramfit.virtual.ranks.asked_sizes import AskedSizes
@@ -63,13 +65,17 @@ def install(mode: OpRunner, place: RankPlace, patches: PatchStack) -> Communicat
     from vramfit.virtual.ranks.functional_collectives import FunctionalCollectives
     from vramfit.virtual.ranks.mailbox import Mailbox
     from vramfit.virtual.ranks.peer_values import PeerValues
+    from vramfit.virtual.ranks.rank_roles import RankRoles
+    from vramfit.virtual.ranks.routed_tokens import RoutedTokens
     from vramfit.virtual.ranks.sent_numbers import SentNumbers
 
     communicators, values, mailbox = Communicators(mode, place), PeerValues(mode), Mailbox(place)
     numbers, sizes = SentNumbers(mode, mailbox, values), AskedSizes(mode)
+    roles = RankRoles(mode.meter.builder)
+    tokens = RoutedTokens(mode, values, roles)
     rules = (
-        handlers(communicators, values, numbers, sizes)
-        | FunctionalCollectives(communicators, values, sizes).handlers()
+        handlers(communicators, values, numbers, sizes, tokens)
+        | FunctionalCollectives(communicators, values, sizes, tokens).handlers()
     )
     for overload, handler in rules.items():
         patches.item(RULES, overload, handler)
@@ -78,6 +84,7 @@ def install(mode: OpRunner, place: RankPlace, patches: PatchStack) -> Communicat
     sharding.install(patches)
     communication_buffers.install(mode.meter, patches)
     gathered_parameters.install(mode.meter, patches)
+    rank_roles.install(roles, patches)
     if place.world_size > 1 and not mailbox.open:
         pipeline_stages.install(patches)
     one_process.install(mode, place, patches)

@@ -37,8 +37,8 @@ class AskedSizes:
 
     def counts(self, what: str, tensors: list[torch.Tensor]) -> None:
         """Note whole numbers that a program gathers or reduces itself."""
-        counting = any(t.dtype in WATCHED and t.dtype is not torch.bool and _few(t) for t in tensors)
-        if counting and _by_program():
+        counting = any(t.dtype in WATCHED and t.dtype is not torch.bool and few(t) for t in tensors)
+        if counting and by_program():
             self._tell(f"this {what} is of whole numbers: those of other ranks")
 
     def _tell(self, what: str) -> None:
@@ -47,11 +47,12 @@ class AskedSizes:
         )
 
 
-def _few(tensor: torch.Tensor) -> bool:
+def few(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is small enough that its numbers are followed, and holds no pickled object."""
     return tensor.dtype is not torch.uint8 and tensor.numel() <= MAX_ELEMENTS
 
 
-def _by_program() -> bool:
+def by_program() -> bool:
     """Whether the innermost frame beside ours and those of torch's functions for collectives is not torch's."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

@@ -30,6 +30,7 @@ from vramfit.virtual.op_runner import Handler, OpRunner
 from vramfit.virtual.ranks.asked_sizes import AskedSizes
 from vramfit.virtual.ranks.communicators import Communicator, Communicators, group_in, is_handle
 from vramfit.virtual.ranks.peer_values import PeerValues
+from vramfit.virtual.ranks.routed_tokens import RoutedTokens
 from vramfit.virtual.ranks.sent_numbers import SentNumbers
 from vramfit.virtual.ranks.works import finished
 
@@ -153,12 +154,18 @@ def reduction_in(args: tuple[Any, ...]) -> Any:
 
 
 def handlers(
-    communicators: Communicators, values: PeerValues, numbers: SentNumbers, sizes: AskedSizes
+    communicators: Communicators,
+    values: PeerValues,
+    numbers: SentNumbers,
+    sizes: AskedSizes,
+    tokens: RoutedTokens,
 ) -> dict[Any, Handler]:
     """The handlers of all ops ``c10d::*`` by overload, as far as this torch has them."""
     made: dict[Any, Handler] = {}
     for name, rule in RULES.items():
-        made[find_overload(f"c10d.{name}.default")] = _handler(name, rule, communicators, values, sizes)
+        made[find_overload(f"c10d.{name}.default")] = _handler(
+            name, rule, communicators, values, sizes, tokens
+        )
     for name in ("send", "recv_", "recv_any_source_"):
         made[find_overload(f"c10d.{name}.default")] = _peer_handler(name, communicators, numbers)
     for name in ("check_for_nan", "monitored_barrier_"):
@@ -187,7 +194,12 @@ def _backend(call: OpCall, tensor: torch.Tensor) -> Any:
 
 
 def _handler(
-    name: str, rule: Rule, communicators: Communicators, values: PeerValues, sizes: AskedSizes
+    name: str,
+    rule: Rule,
+    communicators: Communicators,
+    values: PeerValues,
+    sizes: AskedSizes,
+    tokens: RoutedTokens,
 ) -> Handler:
     def handle(mode: OpRunner, call: OpCall) -> Any:
         tensors = tensors_in(call.args)
@@ -199,6 +211,8 @@ def _handler(
         if group.size > 1:
             _tell_sizes(sizes, name, rule, call)
         rule.move(values, group, call)
+        if COLLECTIVE_OF_OP[name] is NcclCollective.ALL_TO_ALL and not _parts(name, call):
+            tokens.exchanged(tensors_in(call.args[0]), tensors_in(call.args[1]), group)
         mode.meter.ops += 1
         work = _on_card(mode, name, rule, communicators, group, call) if handle_of_ours else None
         if work is None:
@@ -209,9 +223,15 @@ def _handler(
     return handle
 
 
+def _parts(name: str, call: OpCall) -> list[int]:
+    """The sizes of the parts of an all-to-all; none where they are equal."""
+    parts: list[int] = call.argument(4, "input_split_sizes", []) if name == "alltoall_base_" else []
+    return parts
+
+
 def _tell_sizes(sizes: AskedSizes, name: str, rule: Rule, call: OpCall) -> None:
     if name == "alltoall_base_":
-        sizes.uneven(call.argument(4, "input_split_sizes", []))
+        sizes.uneven(_parts(name, call))
     elif COLLECTIVE_OF_OP[name] in _TELLING and name != "barrier":
         sizes.counts(_ROOTED.get(name, COLLECTIVE_OF_OP[name].value), tensors_in(call.args[rule.outputs]))
 

@@ -25,6 +25,7 @@ from vramfit.virtual.op_runner import Handler, OpRunner
 from vramfit.virtual.ranks.asked_sizes import AskedSizes
 from vramfit.virtual.ranks.communicators import Communicator, Communicators, is_handle
 from vramfit.virtual.ranks.peer_values import PeerValues, named_reduction
+from vramfit.virtual.ranks.routed_tokens import RoutedTokens
 from vramfit.virtual.simulated_streams import Engine
 
 Shape = tuple[int, ...]
@@ -46,10 +47,14 @@ class FunctionalCollectives:
         communicators: of the run.
         values: moves known values.
         sizes: says where sizes of other ranks decide.
+        tokens: says how many tokens a rank of experts receives.
     """
 
-    def __init__(self, communicators: Communicators, values: PeerValues, sizes: AskedSizes) -> None:
+    def __init__(
+        self, communicators: Communicators, values: PeerValues, sizes: AskedSizes, tokens: RoutedTokens
+    ) -> None:
         self._sizes = sizes
+        self._tokens = tokens
         self._communicators = communicators
         self._values = values
         self._waiting: Noted[_Waiting] = Noted()
@@ -159,7 +164,10 @@ class FunctionalCollectives:
         def shape(tensor: torch.Tensor) -> Shape:
             return (sum(int(n) for n in outs) if outs else tensor.shape[0], *tensor.shape[1:])
 
-        return self._each(mode, call, group, NcclCollective.ALL_TO_ALL, shape, take)
+        found = self._each(mode, call, group, NcclCollective.ALL_TO_ALL, shape, take)
+        if not ins and not outs:
+            self._tokens.exchanged(tensors_in(found), tensors_in(call.args[0]), group)
+        return found
 
     def _dimension_exchanged(self, mode: OpRunner, call: OpCall) -> Any:
         """DTensor's change of the sharded dimension, as in Functional.cpp: a tensor for each rank, and their join."""

@@ -58,7 +58,7 @@ class PeerValues:
         """Let a tensor hold the reduction over ranks that all hold what it holds."""
         if ranks == 1 or op in (ReduceOp.AVG, ReduceOp.MAX, ReduceOp.MIN, ReduceOp.BAND, ReduceOp.BOR):
             return
-        values = self._look(tensor)
+        values = self.look(tensor)
         if type(tensor) is FakeTensor:
             self._mode.shading.fills.forget(tensor)
             self._mode.shading.masks.forget(tensor)
@@ -75,7 +75,7 @@ class PeerValues:
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Let a tensor hold what another of as many elements, or of fewer that come several times, holds."""
-        values = self._look(source)
+        values = self.look(source)
         expected = NOTHING
         if type(source) is FakeTensor and source.dtype in WATCHED:
             expected = self._mode.meter.expected(source)
@@ -91,7 +91,7 @@ class PeerValues:
 
     def part(self, target: torch.Tensor, source: torch.Tensor, position: int, parts: int) -> None:
         """Let a tensor hold one of so many equal parts of another along its first dimension, over and over."""
-        values = self._look(source)
+        values = self.look(source)
         if values is None or values.numel() % parts or not values.numel():
             self.forget(target)
             return
@@ -112,8 +112,14 @@ class PeerValues:
 
     # -- real tensors and shadows of virtual ones ------------------------------------------------------------
 
-    def _look(self, tensor: torch.Tensor) -> torch.Tensor | None:
+    def look(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The known values of a tensor, to be changed in place; None where they are not known."""
         return self._mode.shadows.view(tensor) if type(tensor) is FakeTensor else tensor.detach()
+
+    def write(self, target: torch.Tensor, values: torch.Tensor) -> None:
+        """Let a tensor hold values that are assumed."""
+        self.forget(target)
+        self._write(target, values, True)
 
     def _guessed(self, tensor: torch.Tensor) -> bool:
         shadow = self._mode.shadows.find(tensor) if type(tensor) is FakeTensor else None
