@@ -39,6 +39,9 @@ CATEGORIES = [
     "inputs",
     "temporaries",
     "workspaces",
+    "communication_buffers",
+    "unsharded_parameters",
+    "prefetch",
     "other",
 ]
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from enum import Enum
 
 from vramfit.analysis._verdict import DeviceVerdict, Outcome, Verdict, verdict
-from vramfit.trace import Category, Run, RunWarning
+from vramfit.trace import EXPERT_RANKS, PIPELINE_STAGES, Category, Run, RunWarning
 from vramfit.units import format_bytes
 
 NEVER_JOINED = "no-process-group"
@@ -127,6 +128,60 @@ class NodeMemory:
     pinned: int
 
 
+class PeerKind(Enum):
+    """What ranks share, so that one may hold more than another."""
+
+    STAGES = "stages of the pipeline"
+    EXPERTS = "experts"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PeerMemory:
+    """A stage of a pipeline, or a rank among those that hold experts together.
+
+    Attributes:
+        name: of the stage, or of the rank.
+        ranks: those that ran and have it.
+        reserved, allocated: peaks of the largest of these.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    reserved: int
+    allocated: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Balance:
+    """Stages of a pipeline, or ranks that hold experts together, side by side.
+
+    Attributes:
+        kind: which of them.
+        members: those of which some rank ran; at least one.
+        count: how many there are.
+    """
+
+    kind: PeerKind
+    members: tuple[PeerMemory, ...]
+    count: int
+
+    @property
+    def mean(self) -> int:
+        """Reserved bytes of a member of those that ran."""
+        return sum(member.reserved for member in self.members) // len(self.members)
+
+    @property
+    def worst(self) -> PeerMemory:
+        """The first of those that reserve most."""
+        return max(self.members, key=lambda member: member.reserved)
+
+    @property
+    def excess(self) -> float:
+        """Reserved bytes of the worst over the mean of those that ran."""
+        total = sum(member.reserved for member in self.members)
+        return self.worst.reserved * len(self.members) / total if total else 1.0
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorldMemory:
     """A distributed program.
@@ -183,6 +238,16 @@ class WorldMemory:
         total = sum(rank.card.peak_reserved * rank.count for rank in self.ranks)
         most = max(rank.card.peak_reserved for rank in self.ranks)
         return most * self.known / total if total else 1.0
+
+    @property
+    def balances(self) -> tuple[Balance, ...]:
+        """How even stages are, and ranks with experts, where the program has any."""
+        return (*_stages(self.ranks), *_experts(self.ranks))
+
+    @property
+    def assume(self) -> str:
+        """What was assumed of sizes and of other ranks' tokens, as ``--assume`` states it."""
+        return self.ranks[0].run.assume
 
     @property
     def joined(self) -> bool:
@@ -243,6 +308,40 @@ def world_memory(
         worst=worst,
         why=tuple(_reasons(ranks, worst)),
         nodes=_nodes(ranks, size, per_node),
+    )
+
+
+def _stages(ranks: tuple[RankMemory, ...]) -> Iterator[Balance]:
+    """The stages of which some rank ran; those of one rank, as in interleaved schedules, are one."""
+    found: dict[tuple[int, ...], list[RankMemory]] = {}
+    count = 0
+    for rank in ranks:
+        text, _, stages = str(rank.run.trace.meta.get(PIPELINE_STAGES, "")).partition("/")
+        if stages:
+            found.setdefault(tuple(map(int, text.split(","))), []).append(rank)
+            count = max(count, int(stages))
+    if len(found) > 1:
+        members = [_peer(" and ".join(map(str, key)), found[key]) for key in sorted(found)]
+        yield Balance(kind=PeerKind.STAGES, members=tuple(members), count=count // max(map(len, found)))
+
+
+def _experts(ranks: tuple[RankMemory, ...]) -> Iterator[Balance]:
+    """The ranks of each group that exchanges tokens, of which any ran."""
+    found: dict[str, list[RankMemory]] = {}
+    for rank in ranks:
+        if group := str(rank.run.trace.meta.get(EXPERT_RANKS, "")):
+            found.setdefault(group, []).append(rank)
+    for group, those in found.items():
+        members = tuple(_peer(str(rank.rank), [rank]) for rank in those)
+        yield Balance(kind=PeerKind.EXPERTS, members=members, count=group.count(",") + 1)
+
+
+def _peer(name: str, ranks: list[RankMemory]) -> PeerMemory:
+    return PeerMemory(
+        name=name,
+        ranks=tuple(rank.rank for rank in ranks),
+        reserved=max(rank.card.peak_reserved for rank in ranks),
+        allocated=max(rank.card.peak_allocated for rank in ranks),
     )
 
 

@@ -12,6 +12,7 @@ from vramfit.arguments import LONGEST
 from vramfit.errors import UsageError
 from vramfit.files.policy import Writes
 from vramfit.units import parse_bytes
+from vramfit.virtual.data_dependent.assume import Assume
 
 if TYPE_CHECKING:
     from vramfit.gpus import GpuSpec
@@ -122,6 +123,7 @@ AssumedSizes = Annotated[
     str,
     typer.Option(
         metavar="upper|typical[,imbalance=K]",
+        autocompletion=lambda: [one.value for one in Assume],
         help="What to take for sizes that depend on data: the most, or what is to be expected; and for experts on "
         "several cards that a rank receives K times its even share of tokens.",
         rich_help_panel=ASSUMED,

@@ -9,7 +9,7 @@ from typing import Any
 from rich.text import Text
 
 from vramfit.analysis import NAMES, Outcome
-from vramfit.analysis.rank_memory import NEVER_JOINED, RankMemory, WorldMemory
+from vramfit.analysis.rank_memory import NEVER_JOINED, Balance, PeerKind, RankMemory, WorldMemory
 from vramfit.plain import to_plain
 from vramfit.report.folding import broken, table
 from vramfit.report.rendering import json_values, printed_as_page, to_json
@@ -23,6 +23,8 @@ RANKS_SCHEMA = "vramfit.ranks/1"
 _EVEN = 1.02
 """What the largest rank may take of the mean without a word."""
 _ERROR = 300
+_PEERS = 16
+"""Stages or ranks of experts that are listed."""
 _SHOWN = 6
 """Warnings that are shown."""
 _HEADS = {Category.OPTIMIZER_STATE: "optimizer"}
@@ -60,6 +62,8 @@ class _WorldReport(Sections):
         yield Text()
         yield self.heading("Ranks")
         yield from self._ranks(found)
+        for balance in found.balances:
+            yield from self._balance(balance, found)
         yield from self._standing(found)
         yield from self._hosts(found)
         yield from self._warnings(found)
@@ -88,6 +92,45 @@ class _WorldReport(Sections):
                 for row, style in zip(shown, styles, strict=True)
             ]
             yield from table(("rank", *(_HEADS.get(kind, NAMES[kind]) for kind in kinds)), parts, self.width)
+
+    def _balance(self, balance: Balance, found: WorldMemory) -> Iterator[Text]:
+        """Stages of a pipeline, or ranks with experts, and by how much the worst exceeds the mean."""
+        stages = balance.kind is PeerKind.STAGES
+        yield Text()
+        yield self.heading("Stages of the pipeline" if stages else "Ranks that hold experts together")
+        mean = balance.mean
+        members = sorted(balance.members, key=lambda one: -one.reserved)[:_PEERS]
+        shown = [one for one in balance.members if one in members]
+        rows = [
+            [
+                Text(one.name),
+                *([Text(", ".join(map(str, one.ranks)))] if stages else []),
+                Text(format_bytes(one.reserved)),
+                Text(f"{one.reserved / mean:.2f}" if mean else ""),
+            ]
+            for one in shown
+        ]
+        heads = (
+            ("stage", "rank", "reserved", "of the mean") if stages else ("rank", "reserved", "of the mean")
+        )
+        yield from table(heads, rows, self.width)
+        more = len(balance.members) - len(shown)
+        ran = len(balance.members)
+        of = f"the {ran} of {balance.count} that ran" if ran < balance.count else f"all {ran}"
+        worst = f"{'stage' if stages else 'rank'} {balance.worst.name}"
+        notes = [
+            f"{worst} reserves {balance.excess:.2f} times the mean of {of}, {format_bytes(mean)}"
+            if balance.excess > _EVEN
+            else f"{of} reserve about as much, {format_bytes(mean)}"
+        ]
+        if more > 0:
+            notes.append(f"{more} smaller ones are not listed")
+        if not stages:
+            notes.append(_tokens(found.assume, balance.count))
+            if bound := _with_the_even_share(found, balance):
+                notes.append(bound)
+        for note in notes:
+            yield from broken(Text(f"  {note}"), self.width, indent=4)
 
     def _standing(self, found: WorldMemory) -> Iterator[Text]:
         """Which ranks ran, and what is taken of the others."""
@@ -147,6 +190,33 @@ class _WorldReport(Sections):
             yield from broken(Text(f"  {message}", style="yellow"), self.width, indent=4)
         if (more := len(messages) - _SHOWN) > 0:
             yield Text(f"  and {more} more: --json lists them all", style="bright_black")
+
+
+def _tokens(assume: str, ranks: int) -> str:
+    """What was assumed of the tokens that reach a rank, and the most that it could be."""
+    stated = assume.partition("imbalance=")[2]
+    if not stated:
+        return (
+            f"each is taken to receive the even share of tokens; one could receive up to {ranks} times that "
+            "(--assume imbalance=K states K times)"
+        )
+    factor = min(float(stated), ranks)
+    return (
+        f"each that ran is taken to be the worst and to receive {factor:g} times the even share of tokens, as "
+        f"--assume states; without a statement one could receive up to {ranks} times that share"
+    )
+
+
+def _with_the_even_share(found: WorldMemory, balance: Balance) -> str:
+    """What the rank that holds most would hold at least if no other received more tokens; empty without a statement."""
+    if "imbalance=" not in found.assume:
+        return ""
+    rank = next(one for one in found.ranks if str(one.rank) == balance.worst.name)
+    card = rank.card
+    if not card.error_below:
+        return ""
+    most, least = format_bytes(card.peak_allocated), format_bytes(card.peak_allocated - card.error_below)
+    return f"rank {rank.rank} holds {most} at its peak, and at least {least} with the even share"
 
 
 def world_headline(found: WorldMemory) -> Text:
@@ -221,6 +291,8 @@ def _json_values(found: WorldMemory) -> dict[str, Any]:
         "worst": {"rank": worst.rank, "why": list(found.why)},
         "known_ranks": found.known,
         "imbalance": round(found.imbalance, 6),
+        "assume": found.assume,
+        "balances": [_balance_values(balance) for balance in found.balances],
         "ranks": [_rank(rank) for rank in found.ranks],
         "hosts": [
             {
@@ -233,6 +305,25 @@ def _json_values(found: WorldMemory) -> dict[str, Any]:
         ],
         "warnings": to_plain(found.warnings),
         "run": to_json(worst.run, worst.verdict),
+    }
+
+
+def _balance_values(balance: Balance) -> dict[str, Any]:
+    return {
+        "kind": balance.kind.name.lower(),
+        "count": balance.count,
+        "mean_reserved_bytes": balance.mean,
+        "worst": balance.worst.name,
+        "excess": round(balance.excess, 6),
+        "members": [
+            {
+                "name": member.name,
+                "ranks": list(member.ranks),
+                "reserved_bytes": member.reserved,
+                "allocated_bytes": member.allocated,
+            }
+            for member in balance.members
+        ],
     }
 
 

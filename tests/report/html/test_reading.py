@@ -114,7 +114,7 @@ def test_a_recording_without_stacks_is_grouped_by_size(folder: Path, show: Open)
         assert ("7.50 MiB each", 9 * 7_864_320) in [tuple(leaf) for leaf in leaves]
     names = page.locator("#legend button").all_text_contents()
     assert names[-2:] == ["7.50 MiB each", "reserved"]
-    assert len(names) == 9
+    assert len(names) == 12
     assert len(set(names)) == 9
     sums = page.evaluate("[...vramfit.current.model.categoriesAt(vramfit.current.model.facts.row)]")
     largest = sorted(sizes.values(), reverse=True)[:7]

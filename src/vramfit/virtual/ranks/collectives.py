@@ -211,7 +211,7 @@ def _handler(
         if group.size > 1:
             _tell_sizes(sizes, name, rule, call)
         rule.move(values, group, call)
-        if COLLECTIVE_OF_OP[name] is NcclCollective.ALL_TO_ALL and not _parts(name, call):
+        if COLLECTIVE_OF_OP[name] is NcclCollective.ALL_TO_ALL and len(set(_parts(name, call))) <= 1:
             tokens.exchanged(tensors_in(call.args[0]), tensors_in(call.args[1]), group)
         mode.meter.ops += 1
         work = _on_card(mode, name, rule, communicators, group, call) if handle_of_ours else None
@@ -224,7 +224,7 @@ def _handler(
 
 
 def _parts(name: str, call: OpCall) -> list[int]:
-    """The sizes of the parts of an all-to-all; none where they are equal."""
+    """The sizes of the parts that an all-to-all sends, if it names them."""
     parts: list[int] = call.argument(4, "input_split_sizes", []) if name == "alltoall_base_" else []
     return parts
 

@@ -7,10 +7,7 @@ from types import ModuleType
 from typing import Any
 
 from vramfit.patching import PatchStack, after_import
-from vramfit.trace import TraceBuilder
-
-STAGES, EXPERTS = "pipeline_stages", "expert_ranks"
-"""Keys of the trace's ``meta``: numbers with commas between; those of stages end with ``/`` and how many there are."""
+from vramfit.trace import EXPERT_RANKS, PIPELINE_STAGES, TraceBuilder
 
 
 class RankRoles:
@@ -25,12 +22,12 @@ class RankRoles:
         """It tells others how many tokens it sends them."""
         if not self._exchanges.issuperset(ranks):
             self._exchanges.update(ranks)
-            self._meta[EXPERTS] = ",".join(map(str, sorted(self._exchanges)))
+            self._meta[EXPERT_RANKS] = ",".join(map(str, sorted(self._exchanges)))
 
     def stage(self, index: int, stages: int) -> None:
         """It has a stage of a pipeline."""
         self._stages.add(index)
-        self._meta[STAGES] = f"{','.join(map(str, sorted(self._stages)))}/{stages}"
+        self._meta[PIPELINE_STAGES] = f"{','.join(map(str, sorted(self._stages)))}/{stages}"
 
 
 def install(roles: RankRoles, patches: PatchStack) -> None:

@@ -56,8 +56,8 @@ class RoutedTokens:
         else:
             factor = min(stated, float(group.size))
             self._receive(results, sent, round(sent * factor), group.size)
-            beyond = f", the most that {group.size} ranks can send" if stated > group.size else ""
-            self._tell(f"{factor:g} times the even share{beyond} is assumed, as stated")
+            most = f"; {group.size} ranks cannot send more" if stated > group.size else ""
+            self._tell(f"{factor:g} times the even share is assumed, as stated{most}")
 
     def _receive(self, results: list[torch.Tensor], sent: int, total: int, ranks: int) -> None:
         """Let results hold a number of tokens in all, as evenly as whole numbers can, and bound what rests on it."""
