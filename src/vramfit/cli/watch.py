@@ -213,7 +213,7 @@ def _script(words: list[str], gpu: str | None, budget: str | None) -> Running:
         gpus=1,
         device=None if gpu is not None else "cpu",
         budget=budget,
-        assume=Assume.UPPER,
+        assume=Assume.UPPER.value,
         profile="auto",
     )
     check_source(command)

@@ -173,8 +173,23 @@ class TraceBuilder:
 
     def recategorize(self, row: int, category: int, time_us: int, phase: int) -> int:
         """Let the block of a row count as another category from now on. Returns the row that tells so."""
-        _, *where, _, _, op, stack, module, _, tensor = _ROW.unpack_from(self._rows, self._offset(row))
-        return self.add(_RECATEGORIZED, *where, time_us, category, op, stack, module, phase, tensor)
+        before = _ROW.unpack_from(self._rows, self._offset(row))
+        _, device, stream, address, size, block, _, _, op, stack, module, _, tensor = before
+        return self.append(
+            _RECATEGORIZED,
+            device=device,
+            stream=stream,
+            address=address,
+            size=size,
+            block=block,
+            time_us=time_us,
+            category=category,
+            op=op,
+            stack=stack,
+            module=module,
+            phase=phase,
+            tensor=tensor,
+        )
 
     def _grow(self) -> None:
         self._rows.extend(bytes(max(_FIRST_ROOM, len(self._rows) // 2)))
