@@ -238,3 +238,20 @@ class TestFit:
         found = vramfit("fit", "train.py", "--gpu", "RTX 4090", *line.split())
         assert (found.code, ranks.calls) == (2, [])
         assert told in found.err
+
+
+def test_the_page_has_every_rank_and_the_assumption_reaches_them(
+    vramfit: Command, ranks: Ranks, tmp_path: Path
+) -> None:
+    ranks.result = lambda rank: replace(QUICK, host_pinned_peak_bytes=rank)
+    found = vramfit(
+        *("run", "--gpu", "RTX 4090", "--ranks", "3", "--rank", "all", "--report", "ranks.html"),
+        *("--assume", "typical,imbalance=1.5", "train.py"),
+    )
+    assert found.code == 0
+    page = (tmp_path / "ranks.html").read_text(encoding="utf-8")
+    assert [f"rank-chart-{number}" in page for number in range(4)] == [True, True, True, False]
+    assert {options.assume for _, options in ranks.calls} == {"typical,imbalance=1.5"}
+    refused = vramfit("run", "--gpu", "RTX 4090", "--ranks", "2", "--assume", "imbalance=0", "train.py")
+    assert refused.code == 2
+    assert "imbalance" in refused.err

@@ -8,8 +8,8 @@ import pytest
 
 from analysis.synthetic import quick_run
 from vramfit.analysis.rank_memory import RankSpan, WorldMemory, world_memory
-from vramfit.report import render
-from vramfit.trace import Run
+from vramfit.report import render, to_json
+from vramfit.trace import EXPERT_RANKS, PIPELINE_STAGES, Run
 
 QUICK = quick_run()
 
@@ -61,3 +61,73 @@ def test_ranks_in_a_row_that_are_alike_are_one_row(world: WorldMemory) -> None:
 @pytest.mark.parametrize("width", [20, 40, 60, 80, 120])
 def test_any_width(world: WorldMemory, width: int) -> None:
     assert max(len(line) for line in render(world, width=width).splitlines()) <= width
+
+
+# -- Stages and experts ------------------------------------------------------------------------------------------
+
+
+def noted(found: Run, **notes: str) -> Run:
+    return replace(found, trace=replace(found.trace, meta={**found.trace.meta, **notes}))
+
+
+def flat(text: str) -> str:
+    return " ".join(text.split())
+
+
+def test_stages_are_told_with_what_the_worst_holds_over_the_mean() -> None:
+    stages = {0: "0/4", 1: "1/4", 2: "2/4", 3: "3/4", 4: "0/4"}
+    extra = {0: 0, 1: 0, 2: 0, 3: 400, 4: 200}  # ranks 0 and 4 are replicas of the first stage
+    runs = {rank: noted(run(extra[rank]), **{PIPELINE_STAGES: text}) for rank, text in stages.items()}
+    found = world_memory(runs, size=8, per_node=8)
+    (balance,) = found.balances
+    base = QUICK.devices[0].peak_reserved_bytes
+    reserved = [base + (extra << 20) for extra in (200, 0, 0, 400)]
+    assert [(one.name, one.ranks, one.reserved) for one in balance.members] == [
+        ("0", (0, 4), reserved[0]),
+        ("1", (1,), reserved[1]),
+        ("2", (2,), reserved[2]),
+        ("3", (3,), reserved[3]),
+    ]
+    assert (balance.count, balance.worst.name) == (4, "3")
+    assert balance.excess == pytest.approx(reserved[3] / (sum(reserved) / 4))
+    text = flat(render(found, width=100))
+    assert "Stages of the pipeline stage rank reserved of the mean" in text
+    assert f"stage 3 reserves {balance.excess:.2f} times the mean of all 4" in text
+    (told,) = to_json(found)["balances"]
+    assert (told["kind"], told["count"], told["worst"]) == ("stages", 4, "3")
+    assert told["members"][0]["ranks"] == [0, 4]
+
+
+def test_stages_that_a_rank_has_together_are_one() -> None:
+    runs = {rank: noted(run(0), **{PIPELINE_STAGES: f"{rank},{3 - rank}/4"}) for rank in (0, 1)}
+    (balance,) = world_memory(runs, size=2, per_node=2).balances
+    assert ([one.name for one in balance.members], balance.count) == (["0 and 3", "1 and 2"], 2)
+    assert "all 2 reserve about as much" in flat(render(world_memory(runs, size=2, per_node=2), width=100))
+
+
+@pytest.mark.parametrize(
+    ("assume", "told"),
+    [
+        ("upper", "each is taken to receive the even share of tokens; one could receive up to 8 times that"),
+        ("typical,imbalance=2", "is taken to be the worst and to receive 2 times the even share of tokens"),
+        ("upper,imbalance=50", "is taken to be the worst and to receive 8 times the even share of tokens"),
+    ],
+)
+def test_experts_are_told_with_what_is_assumed(assume: str, told: str) -> None:
+    group = {EXPERT_RANKS: ",".join(map(str, range(8)))}
+    device = replace(QUICK.devices[0], error_below_bytes=1 << 20)
+    worse = replace(QUICK, assume=assume, devices=(device,))
+    runs = {0: noted(worse, **group), 7: noted(worse, **group)}
+    found = world_memory(runs, size=8, per_node=8)
+    assert found.assume == assume
+    text = flat(render(found, width=100))
+    assert "Ranks that hold experts together" in text
+    assert "the 2 of 8 that ran reserve about as much" in text
+    assert told in text
+    assert ("with the even share" in text) == ("imbalance" in assume)
+    assert to_json(found)["assume"] == assume
+
+
+def test_a_program_without_either_has_no_balance(world: WorldMemory) -> None:
+    assert world.balances == ()
+    assert to_json(world)["balances"] == []

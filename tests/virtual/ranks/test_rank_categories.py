@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from vramfit.analysis import timeline
-from vramfit.trace import Category
+from vramfit.trace import PIPELINE_STAGES, Category
 from vramfit.virtual.gpu import VirtualGPU
 
 MIB = 1 << 20
@@ -152,6 +152,7 @@ def test_what_stages_of_a_pipeline_receive_into(gpu: VirtualGPU) -> None:
     ScheduleGPipe(stage, 4, loss_fn=nn.functional.mse_loss).step()
     # Activations of four micro-batches from the stage before, and their gradients from the one behind.
     assert shared_out(held(gpu)) == (2 * 4 * rounded(4 * 300 * 4), 0, 0)
+    assert gpu.trace.meta[PIPELINE_STAGES] == f"{RANK}/{WORLD}"
 
 
 def test_gradients_of_tensor_parallel_shards_have_their_name_at_the_step(gpu: VirtualGPU) -> None:
