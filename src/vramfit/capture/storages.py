@@ -32,6 +32,8 @@ _KIND = {kind: EventKind[kind.name] for kind in AllocatorEventKind}
 
 SHARED_OUT = frozenset({Category.COMMUNICATION_BUFFERS, Category.UNSHARDED_PARAMETERS, Category.PREFETCH})
 """What a rank of several holds beside its own part: it stays what it is though a parameter is a view of it."""
+_RETURNING = SHARED_OUT | {Category.PARAMETERS}
+"""What gave its memory back (FSDP, offloading) is the same again when it takes it."""
 
 
 class StorageRecord(weakref.ref[torch.UntypedStorage]):
@@ -174,6 +176,21 @@ class StorageMeter(Generic[RecordT]):
         """Category of an allocation row, None for row -1 (an empty storage)."""
         return None if row < 0 else self.builder.category(row)
 
+    def _category_again(self, record: RecordT, row: int) -> int | None:
+        """Category of a storage that takes another size; None where that follows from the phase.
+
+        Args:
+            record: of the storage.
+            row: of its allocation so far.
+        """
+        if self.category in SHARED_OUT:
+            return self.category
+        return record.category if record.category in _RETURNING else self._category_of(row)
+
+    def _keeps_category(self, record: RecordT, category: Category) -> bool:
+        """Whether a storage is not what a tensor over it is tagged as: what was gathered is no parameter of its own."""
+        return category is Category.PARAMETERS and record.category in SHARED_OUT
+
     def _release(self, record: RecordT) -> None:
         if self._records.get(record.key) is record:
             del self._records[record.key]
@@ -286,7 +303,7 @@ class StorageMeter(Generic[RecordT]):
         record = self.record_of(tensor)
         if record is None or record.row < 0:
             return
-        if category is not Category.PARAMETERS or record.category not in SHARED_OUT:
+        if not self._keeps_category(record, category):
             record.category = category
             self.builder.set_category(record.row, category)
         if module is not None:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from vramfit.allocator import parse_torch_version
+from vramfit.capture import communication_buffers, gathered_parameters
 from vramfit.capture.attribution import ProgramPhase
 from vramfit.capture.meter_figures import MeterFigures
 from vramfit.capture.step_counter import StepCounter, count_steps
@@ -151,6 +152,8 @@ class CpuRecorder(Recorder):
             watch(self, self._patches)
             threads.install(self.mode, self._patches)
             self._follow_resizes()
+            communication_buffers.install(self.meter, self._patches)
+            gathered_parameters.install(self.meter, self._patches)
             self.mode.__enter__()  # type: ignore[no-untyped-call]
         except BaseException:
             self._patches.undo()

@@ -140,7 +140,7 @@ class CpuMeter(StorageMeter[StorageRecord]):
     def _resize(self, record: StorageRecord, nbytes: int, op: str, tensor: torch.Tensor | None) -> None:
         old_address, old_nbytes, row = record.address, record.nbytes, record.row
         record.nbytes = nbytes
-        self._place(record, op, self._category_of(row), tensor)
+        self._place(record, op, self._category_again(record, row), tensor)
         if old_address:
             self._give_back(old_address, old_nbytes)
 
@@ -233,7 +233,8 @@ class CpuMeter(StorageMeter[StorageRecord]):
         """Place a tensor if it is new, and set its category and that of the tensors inside a wrapper."""
         for part in holders(tensor):
             record = self.adopt(part, "", category)
-            self.settle(record, category)
+            if not self._keeps_category(record, category):
+                self.settle(record, category)
             if module is not None and record.module != module:
                 record.module = module
                 if record.row >= 0:
@@ -378,7 +379,7 @@ class MeterMode(TorchDispatchMode):
             if meter.phases.phase is not ProgramPhase.BACKWARD:
                 meter.phases.begin(ProgramPhase.BACKWARD)
             return None
-        if meter.modules.running() or meter.stepping:
+        if meter.modules.running() or meter.stepping or meter.category is not None:
             return None
         return self._look_at(args, kwargs)
 

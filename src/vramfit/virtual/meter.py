@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from vramfit.allocator import OutOfMemory
 from vramfit.allocator.core import MIN_BLOCK
-from vramfit.capture.storages import SHARED_OUT, LifetimePeaks, StorageMeter, StorageRecord
+from vramfit.capture.storages import LifetimePeaks, StorageMeter, StorageRecord
 from vramfit.trace import Category, Estimate, EventKind, TraceBuilder
 from vramfit.virtual.data_dependent.assume import Extent, Numbers, Resting, bounds
 from vramfit.virtual.data_dependent.expectations import NOTHING, Expectation, is_whole
@@ -21,7 +21,6 @@ from vramfit.virtual.op_call import EMPTY_CACHE, Alternatives, Spare
 from vramfit.virtual.tensor_subclasses import parts
 
 _ALLOC = int(EventKind.ALLOC)
-_RETURNING = SHARED_OUT | {Category.PARAMETERS}
 _PLACING = 3
 """Frames above `Meter.place` that are the mode's for certain: they need not be looked at when a stack is told."""
 
@@ -253,11 +252,7 @@ class Meter(StorageMeter[VirtualRecord]):
         below, above = record.below, record.above
         record.nbytes = nbytes
         self._rest(record, tensor, extents, op)
-        # A parameter that gave its memory back (FSDP, offloading) is one again when it takes it.
-        category: int | None = record.category if record.category in _RETURNING else self._category_of(row)
-        if self.category in SHARED_OUT:
-            category = self.category
-        self._place(record, op, category, tensor)
+        self._place(record, op, self._category_again(record, row), tensor)
         self._note_estimate(record, op)
         if old_address:
             self.free(old_address, old_device)

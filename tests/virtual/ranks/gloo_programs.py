@@ -21,12 +21,40 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
+from vramfit.analysis import timeline
+from vramfit.trace import Category, MemoryTrace
+
 Live = Callable[[], int]
 Program = Callable[[DeviceMesh, Live], list[int]]
 
 ON_HOST = {"ddp_views": 512}
 """Bytes that a program holds on the host beside a card, and a run on the CPU in the same place: which parameters were
 used, where DDP is given a static graph (reducer.cpp: ``local_used_map_``)."""
+
+
+SHARED_OUT = ("COMMUNICATION_BUFFERS", "UNSHARDED_PARAMETERS", "PREFETCH")
+
+
+class SharedOut:
+    """What a rank holds at most for communication, of gathered parameters and of those gathered ahead, in bytes.
+
+    Args:
+        trace: what happened so far.
+        device: its card.
+    """
+
+    def __init__(self, trace: Callable[[], MemoryTrace], device: int) -> None:
+        self._trace = trace
+        self._device = device
+        self._start = 0
+        self.most: dict[str, list[int]] = {}
+
+    def note(self, name: str) -> None:
+        """Note the figures of a program that has just ended."""
+        over = timeline(self._trace(), self._device)
+        categories = over.categories[:, self._start :]
+        self.most[name] = [int(categories[Category[kind]].max(initial=0)) for kind in SHARED_OUT]
+        self._start = len(over.rows)
 
 
 class Block(nn.Module):
@@ -168,7 +196,7 @@ PROGRAMS: dict[str, Program] = {
 }
 
 
-def run_all(device: str, live: Live, names: Sequence[str]) -> dict[str, list[int]]:
+def run_all(device: str, live: Live, names: Sequence[str], shared: SharedOut) -> dict[str, list[int]]:
     """What each of some programs holds after each part of its steps, in bytes over what was held before it."""
 
     def collected() -> int:
@@ -189,6 +217,7 @@ def run_all(device: str, live: Live, names: Sequence[str]) -> dict[str, list[int
         before = collected()
         held = PROGRAMS[name](both if name == "two_dimensions" else mesh, collected)
         found[name] = [now - before for now in held]
+        shared.note(name)
     gc.unfreeze()
     return found
 
@@ -200,8 +229,10 @@ def real(rank: int, world: int, folder: Path, names: Sequence[str]) -> dict[str,
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet-{world}", rank=rank, world_size=world)
     recorder = CpuRecorder(alloc_conf="")
     recorder.start()
+    shared = SharedOut(lambda: recorder.run().trace, 0)
     try:
-        found = run_all("cpu", lambda: recorder.figures().allocated, names)
+        found = run_all("cpu", lambda: recorder.figures().allocated, names, shared)
+        _keep(folder, "real", world, rank, shared)
     finally:
         recorder.stop(None)
     dist.barrier()
@@ -231,10 +262,19 @@ def virtual(rank: int, world: int, folder: Path, names: Sequence[str]) -> dict[s
 
     mailbox = folder / f"mailbox-{world}"
     mailbox.mkdir(exist_ok=True)
-    with VirtualGPU("H100", rank=rank, world_size=world, mailbox=mailbox, alloc_conf="", writes="real"):
+    with VirtualGPU(
+        "H100", rank=rank, world_size=world, mailbox=mailbox, alloc_conf="", writes="real"
+    ) as gpu:
         dist.init_process_group("nccl")
         torch.cuda.set_device(rank)
-        return run_all("cuda", live, names)
+        shared = SharedOut(lambda: gpu.trace, rank)
+        found = run_all("cuda", live, names, shared)
+        _keep(folder, "virtual", world, rank, shared)
+        return found
+
+
+def _keep(folder: Path, kind: str, world: int, rank: int, shared: SharedOut) -> None:
+    (folder / f"shared-{kind}-{world}-{rank}.json").write_text(json.dumps(shared.most))
 
 
 def virtual_ranks(world: int, names: Sequence[str]) -> Sequence[int]:

@@ -42,3 +42,18 @@ def test_a_virtual_rank_holds_what_a_real_one_holds(figures: Path, world: int, r
     for name, held in virtual.items():
         on_host = gloo_programs.ON_HOST.get(name, 0)
         assert [of_card + on_host for of_card in held] == real[name], name
+
+
+@pytest.mark.parametrize(("world", "rank"), PLACES)
+def test_both_tell_apart_what_is_for_communication(figures: Path, world: int, rank: int) -> None:
+    real, virtual = (
+        json.loads((figures / f"shared-{kind}-{world}-{rank}.json").read_text())
+        for kind in ("real", "virtual")
+    )
+    assert real == virtual
+    if world == 2:
+        buffers, unsharded, prefetch = zip(
+            *(real[name] for name in ("ddp_views", "fsdp2", "pipeline")), strict=True
+        )
+        assert all(buffers)
+        assert [bool(one) for one in unsharded] == [bool(one) for one in prefetch] == [False, True, False]

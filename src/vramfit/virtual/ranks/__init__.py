@@ -15,8 +15,8 @@ things below torch's Python are ours:
 4. What comes from other ranks is taken to equal this rank's (peer_values.py, rank_objects.py).
 
 5. How many tokens a rank of experts receives is stated or taken to be even (routed_tokens.py).
-6. What torch allocates for communication, and what FSDP gathers, count as that (communication_buffers.py,
-   gathered_parameters.py).
+6. What torch allocates for communication, and what FSDP gathers, count as that (capture/communication_buffers.py,
+   capture/gathered_parameters.py).
 
 What needs other processes is refused by name (one_process.py), never made up.
 """
@@ -48,10 +48,9 @@ def install(mode: OpRunner, place: RankPlace, patches: PatchStack) -> Communicat
 
     if not torch.distributed.is_available():
         return None
+    from vramfit.capture import communication_buffers, gathered_parameters
     from vramfit.virtual.fake_impls.registry import RULES
     from vramfit.virtual.ranks import (
-        communication_buffers,
-        gathered_parameters,
         one_process,
         pipeline_stages,
         process_groups,

@@ -17,10 +17,10 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from vramfit.capture.communication_buffers import allocating
 from vramfit.capture.storages import StorageMeter
 from vramfit.patching import PatchStack, after_import
 from vramfit.trace import Category
-from vramfit.virtual.ranks.communication_buffers import allocating
 
 _FSDP2 = "torch.distributed.fsdp._fully_shard."
 _FLAT = ("_full_param_padded", "_full_prec_full_param_padded")
