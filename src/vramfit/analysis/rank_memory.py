@@ -75,6 +75,12 @@ class RankMemory:
         return self.verdict.needed
 
     @property
+    def stages(self) -> tuple[int, ...]:
+        """The stages of a pipeline that it has; none for other programs."""
+        written = str(self.run.trace.meta.get(PIPELINE_STAGES, "")).partition("/")[0]
+        return tuple(map(int, written.split(","))) if written else ()
+
+    @property
     def kind(self) -> tuple[object, ...]:
         """What makes ranks alike."""
         card = self.card
@@ -316,10 +322,9 @@ def _stages(ranks: tuple[RankMemory, ...]) -> Iterator[Balance]:
     found: dict[tuple[int, ...], list[RankMemory]] = {}
     count = 0
     for rank in ranks:
-        text, _, stages = str(rank.run.trace.meta.get(PIPELINE_STAGES, "")).partition("/")
-        if stages:
-            found.setdefault(tuple(map(int, text.split(","))), []).append(rank)
-            count = max(count, int(stages))
+        if rank.stages:
+            found.setdefault(rank.stages, []).append(rank)
+            count = max(count, int(str(rank.run.trace.meta[PIPELINE_STAGES]).partition("/")[2]))
     if len(found) > 1:
         members = [_peer(" and ".join(map(str, key)), found[key]) for key in sorted(found)]
         yield Balance(kind=PeerKind.STAGES, members=tuple(members), count=count // max(map(len, found)))

@@ -16,7 +16,7 @@ from vramfit.analysis.rank_memory import RankSpan, WorldMemory, world_memory
 from vramfit.analysis.rank_timelines import rank_timelines
 from vramfit.report.html import page, write_page
 from vramfit.report.html.ranks_section import MOST, shown_ranks
-from vramfit.trace import Run
+from vramfit.trace import PIPELINE_STAGES, Run
 
 
 def slower(run: Run, factor: int) -> Run:
@@ -78,6 +78,9 @@ def test_the_page_has_words_for_what_it_draws(file: Path) -> None:
     assert "Ranks 0 to 2, the worst: allocated at most" in text
     assert "Rank 0 by itself" in text
     assert text.count('class="chart rank-chart"') == 2
+    staged = replace(fitting_run(), trace=replace(fitting_run().trace, meta={PIPELINE_STAGES: "0,3/4"}))
+    of_stage = page.render_ranks_html(world_memory({0: staged}, size=1, per_node=1))
+    assert "Rank 0 (stages 0 and 3), the worst: allocated" in of_stage
     alone = page.render_html(
         fitting_run(), world_memory({0: fitting_run()}, size=1, per_node=1).ranks[0].verdict
     )

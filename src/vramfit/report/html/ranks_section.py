@@ -81,7 +81,11 @@ def ranks_data(shown: tuple[RankTimeline, ...]) -> Html:
 
 
 def _name(one: RankTimeline) -> str:
-    return f"rank{'s' if ' ' in one.alike.name else ''} {one.alike.name}"
+    stages = one.alike.first.stages
+    name = f"rank{'s' if ' ' in one.alike.name else ''} {one.alike.name}"
+    if len(stages) > 1:
+        return f"{name} (stages {' and '.join(map(str, stages))})"
+    return f"{name} (stage {stages[0]})" if stages else name
 
 
 def _place(number: int, one: RankTimeline, world: WorldMemory) -> Html:
