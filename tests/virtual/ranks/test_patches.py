@@ -32,6 +32,28 @@ FUNCTIONS = (
 )
 
 
+PLACES = (
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group",
+    "torch.distributed.fsdp._fully_shard._fsdp_param",
+    "torch.distributed.fsdp._flat_param",
+    "torch.distributed.fsdp._runtime_utils",
+    "torch.distributed.pipelining.stage",
+    "torch.nn.parallel.distributed",
+)
+"""Modules whose functions and classes tell what memory is for."""
+
+
+def functions(name: str) -> dict[str, Any]:
+    """The functions of a module and of its classes."""
+    module = importlib.import_module(name)
+    own = {key: value for key, value in vars(module).items() if callable(value)}
+    classes = [value for value in own.values() if isinstance(value, type) and value.__module__ == name]
+    return {
+        **{f"{name}.{key}": value for key, value in own.items()},
+        **{f"{one.__qualname__}.{key}": value for one in classes for key, value in vars(one).items()},
+    }
+
+
 def state() -> dict[str, Any]:
     """All that is replaced for a rank."""
     rendezvous = importlib.import_module("torch.distributed.rendezvous")
@@ -47,6 +69,9 @@ def state() -> dict[str, Any]:
         "variables": dict(os.environ),
         "excepthook": sys.excepthook,
         "initialized": dist.is_initialized(),
+        "reducer": dict(vars(dist.Reducer)),
+        "broadcast": dist._broadcast_coalesced,
+        **{f"functions of {name}": functions(name) for name in PLACES},
     }
 
 

@@ -69,9 +69,11 @@ def _patch_optimizers(mode: OpRunner, patches: PatchStack) -> None:
         patches.call(partial(types.remove, FakeTensor))
 
     def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        tag_gradients(mode, (p for group in optimizer.param_groups for p in group["params"]))
-        if not _in_backward():
-            tag_gradients(mode)
+        own = [p for group in optimizer.param_groups for p in group["params"]]
+        if _in_backward():
+            tag_gradients(mode, own)
+        else:
+            tag_gradients(mode, [*mode.meter.parameters(), *filter(is_wrapper, own)])
         mode.meter.phases.begin(ProgramPhase.OPTIMIZER)
         mode.guesses.new_phase()
 
