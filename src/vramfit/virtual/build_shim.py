@@ -103,17 +103,35 @@ def set_current_device(index: int) -> None:
 
     ``uncheckedSetDevice(Device)`` takes a ``c10::Device``, two bytes (type and index), in one register.
     """
-    if _originals is None:
-        return
-    guard = _originals[0][0].value
-    slot = _guard_slots().get("uncheckedSetDevice")
+    found = _guard_function("uncheckedSetDevice")
+    if found is not None:
+        guard, function = found
+        ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_uint16)(function)(guard, _CUDA_DEVICE_TYPE | index << 8)
+
+
+def current_device() -> int:
+    """The number of this thread's current device as torch's guard knows it; 0 where there is none.
+
+    ``getDevice()`` returns a ``c10::Device`` as `set_current_device` hands it over.
+    """
+    found = _guard_function("getDevice")
+    if found is None:
+        return 0
+    guard, function = found
+    return int(ctypes.CFUNCTYPE(ctypes.c_uint16, ctypes.c_void_p)(function)(guard)) >> 8
+
+
+def _guard_function(name: str) -> tuple[int, int] | None:
+    """The guard and the address of one of its methods; None where either is not known."""
+    guard = None if _originals is None else _originals[0][0].value
+    slot = _guard_slots().get(name)
     if not guard or slot is None:
-        return
+        return None
     table = ctypes.c_void_p.from_address(guard).value
     assert table is not None
     function = ctypes.c_void_p.from_address(table + slot * ctypes.sizeof(ctypes.c_void_p)).value
     assert function is not None
-    ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_uint16)(function)(guard, _CUDA_DEVICE_TYPE | index << 8)
+    return guard, function
 
 
 @functools.cache

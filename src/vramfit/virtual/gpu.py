@@ -234,6 +234,7 @@ class VirtualGPU:
         hooks.snapshot_provider = self._snapshot
         hooks.collect = self.meter.collect
         hooks.on_set_device = build_shim.set_current_device
+        hooks.device_of_thread = build_shim.current_device
         self._patches.call(lambda: build_shim.set_current_device(0))
         hooks.clear_workspaces = self.mode.workspaces.clear
         hooks.on_record_history = self._begin_history

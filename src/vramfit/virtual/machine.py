@@ -142,6 +142,7 @@ class Hooks:
         snapshot_provider: gives a snapshot as ``torch.cuda.memory._snapshot()`` returns it.
         collect: returns the blocks of tensors that have died; called before anyone looks at the memory.
         on_set_device: called with the number of the device that becomes this thread's current one.
+        device_of_thread: gives the number of the device that this thread begins with.
         on_nvtx: called with ``"push"``, ``"pop"``, ``"mark"``, ``"start"`` or ``"end"`` and the name
             (empty for ``"pop"`` and ``"end"``).
         on_synchronize: called with the device index when the program waits for a device.
@@ -157,6 +158,7 @@ class Hooks:
     snapshot_provider: Callable[[], dict[str, Any]] | None = None
     collect: Callable[[], None] | None = None
     on_set_device: Callable[[int], None] | None = None
+    device_of_thread: Callable[[], int] | None = None
     on_nvtx: Callable[[str, str], None] | None = None
     on_synchronize: Callable[[int], None] | None = None
     on_record_history: Callable[[dict[str, Any]], None] | None = None
@@ -168,10 +170,15 @@ class Hooks:
 
 
 class _ThreadState(threading.local):
-    """What CUDA keeps per thread: the current device, and the current stream of each device."""
+    """What CUDA keeps per thread: the current device, and the current stream of each device.
 
-    def __init__(self) -> None:
-        self.device = 0
+    Args:
+        hooks: say which device a thread begins with. Autograd's threads begin with their own (torch/csrc/autograd/
+            engine.cpp: ``set_device``), which decides for hooks of a backward pass that ask for the current one.
+    """
+
+    def __init__(self, hooks: Hooks) -> None:
+        self.device = 0 if hooks.device_of_thread is None else hooks.device_of_thread()
         self.streams: dict[int, int] = {}
 
 
@@ -241,7 +248,7 @@ class Machine:
         self._config: AllocatorConfig | None = None
         self._visible = visible
         self._context_bytes = context_bytes
-        self._tls = _ThreadState()
+        self._tls = _ThreadState(self.hooks)
         self._warnings: dict[tuple[str, str | None], Warned] = {}
         self._warn_lock = threading.Lock()
 

@@ -51,6 +51,7 @@ def install(mode: OpRunner, place: RankPlace, patches: PatchStack) -> Communicat
     from vramfit.capture import communication_buffers, gathered_parameters
     from vramfit.virtual.fake_impls.registry import RULES
     from vramfit.virtual.ranks import (
+        deepspeed_checks,
         one_process,
         pipeline_stages,
         process_groups,
@@ -84,6 +85,7 @@ def install(mode: OpRunner, place: RankPlace, patches: PatchStack) -> Communicat
     communication_buffers.install(mode.meter, patches)
     gathered_parameters.install(mode.meter, patches)
     rank_roles.install(roles, patches)
+    deepspeed_checks.install(patches)
     if place.world_size > 1 and not mailbox.open:
         pipeline_stages.install(patches)
     one_process.install(mode, place, patches)
