@@ -11,32 +11,18 @@ import os
 
 import torch
 import torch.distributed as dist
+from llama_sizes import SHAPES, llama
 from torch.nn.parallel import DistributedDataParallel
-from transformers import LlamaConfig, LlamaForCausalLM
-
-SIZES = {
-    "tiny": {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 2, "num_attention_heads": 4},
-    "1b": {
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-    },
-    "7b": {
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-    },
-}
+from transformers import LlamaForCausalLM
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--size", choices=SIZES, default="1b")
+    parser.add_argument("--size", choices=SHAPES, default="1b")
     parser.add_argument("--batch-size", type=int, default=4, help="sequences on each card")
     parser.add_argument("--seq-len", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--autocast", action="store_true", help="float32 parameters, computed in bfloat16")
     args = parser.parse_args()
 
     dist.init_process_group("nccl")
@@ -44,13 +30,14 @@ def main() -> None:
     torch.cuda.set_device(device)
     torch.manual_seed(dist.get_rank())
 
-    config = LlamaConfig(vocab_size=32000, use_cache=False, **SIZES[args.size])
-    model = LlamaForCausalLM(config).to(device, torch.bfloat16)
+    config = llama(args.size)
+    model = LlamaForCausalLM(config).to(device, torch.float32 if args.autocast else torch.bfloat16)
     model = DistributedDataParallel(model, device_ids=[device.index])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     for step in range(args.steps):
         tokens = torch.randint(config.vocab_size, (args.batch_size, args.seq_len), device=device)
-        loss = model(input_ids=tokens, labels=tokens).loss
+        with torch.autocast("cuda", torch.bfloat16, enabled=args.autocast):
+            loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

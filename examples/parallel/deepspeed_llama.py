@@ -10,28 +10,13 @@ import argparse
 
 import deepspeed
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
-
-SIZES = {
-    "tiny": {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 2, "num_attention_heads": 4},
-    "1b": {
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-    },
-    "7b": {
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-    },
-}
+from llama_sizes import SHAPES, llama
+from transformers import LlamaForCausalLM
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--size", choices=SIZES, default="1b")
+    parser.add_argument("--size", choices=SHAPES, default="1b")
     parser.add_argument("--batch-size", type=int, default=4, help="sequences on each card")
     parser.add_argument("--seq-len", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=3)
@@ -47,7 +32,7 @@ def main() -> None:
     }
     deepspeed.init_distributed()
     torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=32000, use_cache=False, **SIZES[args.size])
+    config = llama(args.size)
     # Under stage 3 each parameter is shared out as soon as it is made.
     with deepspeed.zero.Init(config_dict_or_path=settings, enabled=args.zero == 3):
         model = LlamaForCausalLM(config)

@@ -12,32 +12,18 @@ import os
 
 import torch
 import torch.distributed as dist
+from llama_sizes import SHAPES, llama
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from transformers import LlamaConfig, LlamaForCausalLM
-
-SIZES = {
-    "tiny": {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 2, "num_attention_heads": 4},
-    "1b": {
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-    },
-    "7b": {
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-    },
-}
+from transformers import LlamaForCausalLM
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--size", choices=SIZES, default="7b")
+    parser.add_argument("--size", choices=SHAPES, default="7b")
     parser.add_argument("--batch-size", type=int, default=2, help="sequences on each card")
     parser.add_argument("--seq-len", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--checkpointing", action="store_true", help="recompute layers in the backward pass")
     args = parser.parse_args()
 
     dist.init_process_group("nccl")
@@ -45,9 +31,11 @@ def main() -> None:
     torch.cuda.set_device(device)
     torch.manual_seed(dist.get_rank())
 
-    config = LlamaConfig(vocab_size=32000, use_cache=False, **SIZES[args.size])
+    config = llama(args.size)
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
+    if args.checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in model.model.layers:
         fully_shard(layer, mp_policy=policy)

@@ -1,8 +1,9 @@
 """Runs scripts one after the other on virtual GPUs, in one interpreter: importing the frameworks takes longest.
 
 Usage: ``python framework_runs.py CASES.json FOLDER``. A case has a name, a script, its arguments, a card, and whether
-``torch.compile`` does its work; its report, output and error go to ``FOLDER/NAME.json``. The scripts' libraries are
-transformers, torchao, Lightning, MONAI and diffusers.
+``torch.compile`` does its work; one of a world's ranks has its place and its launcher's variables too. Its report,
+output and error go to ``FOLDER/NAME.json``. The scripts' libraries are transformers, torchao, Lightning, MONAI and
+diffusers.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import sys
 import traceback
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -25,12 +27,20 @@ import vramfit
 CONTEXT_BYTES = 256 << 20
 
 
-def run(script: str, arguments: list[str], gpu: str) -> dict[str, Any]:
-    """Report, output and error of one script."""
+def run(
+    script: str,
+    arguments: list[str],
+    gpu: str,
+    place: dict[str, Any] | None = None,
+    environ: dict[str, str] | None = None,
+) -> dict[str, Any]:
+    """Report, output and error of one script; ranks' blocks are split to the size of what they hold."""
     sys.argv = [script, *arguments]
+    sys.path[0] = os.path.dirname(script)  # as python sets it
     output, error = io.StringIO(), None
-    machine = vramfit.VirtualGPU(gpu, alloc_conf="", context_bytes=CONTEXT_BYTES)
-    with contextlib.redirect_stdout(output):
+    conf = "" if place is None else "expandable_segments:True"
+    machine = vramfit.VirtualGPU(gpu, alloc_conf=conf, context_bytes=CONTEXT_BYTES, **place or {})
+    with mock.patch.dict(os.environ, environ or {}), contextlib.redirect_stdout(output):
         try:
             with machine:
                 runpy.run_path(script, run_name="__main__")
@@ -55,7 +65,9 @@ def main(cases: str, folder: str) -> None:
     """Run all cases."""
     for case in json.loads(Path(cases).read_text(encoding="utf-8")):
         with torch.compiler.set_stance("default" if case["compiles"] else "force_eager"):
-            result = run(case["script"], case["arguments"], case["gpu"])
+            result = run(
+                case["script"], case["arguments"], case["gpu"], case.get("place"), case.get("environ")
+            )
         target = Path(folder, f"{case['name']}.json")
         target.write_text(json.dumps(result), encoding="utf-8")
 

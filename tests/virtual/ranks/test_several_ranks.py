@@ -47,6 +47,17 @@ def test_the_program_finds_what_torchrun_sets(world: VirtualGPU) -> None:
     assert torch.cuda.current_device() == 5
 
 
+def test_hooks_of_a_backward_pass_find_this_ranks_card(world: VirtualGPU) -> None:
+    """They run in threads of autograd's, each of which begins with its device as the current one."""
+    weight = torch.ones(4, device="cuda", requires_grad=True)
+    seen = []
+    weight.register_hook(
+        lambda _: seen.append((torch.cuda.current_device(), torch.empty(2, device="cuda").device))
+    )
+    (weight * 2).sum().backward()
+    assert seen == [(5, torch.device("cuda", 5))]
+
+
 def test_the_last_node_may_have_fewer_ranks() -> None:
     place = RankPlace(rank=9, world_size=10, ranks_per_node=4)
     assert (place.local_rank, place.node, place.nodes, place.cards) == (1, 2, 3, 4)
