@@ -66,7 +66,8 @@ SAYINGS = (
         text="Gradient accumulation divides the memory by its steps.",
         check="savings.accumulation",
     ),
-    Saying(name="fsdp", text="FSDP saves up to ten times.", check="savings.fsdp"),
+    Saying(name="fsdp", text="FSDP saves up to ten times.", check="several_cards.fsdp"),
+    Saying(name="ddp", text="DDP pools the memory of cards.", check="several_cards.ddp"),
     Saying(name="half", text="`.half()` halves the memory.", check="savings.half"),
     Saying(name="fragmentation", text="Fragmentation can cost 30 to 50 %.", check="runtime.fragmentation"),
     Saying(

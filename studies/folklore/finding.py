@@ -86,14 +86,17 @@ class Measured:
         return self.reserved + self.context
 
 
-def measure(program: Callable[[], object], *, card: str = CARD, alloc_conf: str = "") -> Measured:
-    """Run a function on a virtual card and say what it took."""
+def measure(
+    program: Callable[[], object], *, card: str = CARD, alloc_conf: str = "", cards: int | None = None
+) -> Measured:
+    """Run a function on a virtual card, as the first rank of so many where a number is given, and say what it took."""
     import vramfit
 
-    with vramfit.VirtualGPU(card, alloc_conf=alloc_conf) as gpu:
+    rank = None if cards is None else 0
+    with vramfit.VirtualGPU(card, alloc_conf=alloc_conf, rank=rank, world_size=cards) as gpu:
         program()
     report = gpu.report
-    (device,) = report.run.devices
+    device = report.run.devices[0]
     facts = report.to_dict()
     return Measured(
         allocated=device.peak_allocated_bytes,

@@ -140,53 +140,6 @@ def accumulation() -> Finding:
     )
 
 
-def fsdp() -> Finding:
-    """Arithmetic on measured parts: what each card of a group holds."""
-
-    def build() -> torch.nn.Module:
-        return gpt2(layers=48, width=1600, heads=25)
-
-    def passes() -> None:
-        model = build().cuda()
-        tokens = torch.zeros(1, 1024, dtype=torch.int64, device="cuda")
-        with torch.autocast("cuda", torch.bfloat16):
-            loss = model(input_ids=tokens, labels=tokens).loss
-        loss.backward(inputs=[model.transformer.wpe.weight])  # all the way back, without the other gradients
-
-    plain = measure(lambda: train_text(build(), 1, 1024, amp=True), card=UNLIMITED)
-    model = build()
-    parameters = sum(p.nbytes for p in model.parameters())
-    block = sum(p.nbytes for p in model.transformer.h[0].parameters())
-    table = model.transformer.wte.weight.nbytes
-    state = 3 * parameters  # and the optimizer's two; gradients come as the activations go
-    whole = measure(passes, card=UNLIMITED).allocated - parameters
-    gathered = 2 * (block + table)  # this block and the next one; the tied embedding and its gradient
-    rows = [("1", gib(state), gib(whole), gib(plain.allocated), "1.0")]
-    for cards in (2, 8, 64):
-        # The optimizer's step, its temporaries too, works on the card's own share alone.
-        each = max(state / cards + whole + gathered, plain.allocated / cards)
-        rows.append(
-            (
-                str(cards),
-                gib(state / cards),
-                gib(whole + gathered),
-                gib(each),
-                f"{plain.allocated / each:.1f}",
-            )
-        )
-    return Finding(
-        answer=Answer.DEPENDS,
-        why="Full sharding divides parameters, gradients, optimizer state and the temporaries of the optimizer's step "
-        "by the number of cards; activations, and the blocks that are gathered to compute, stay whole: "
-        f"{gib(whole + gathered)} for GPT-2 XL with one sequence under autocast, {gib(parameters / 2)} of which are "
-        "half-precision copies of the weights that FSDP's own mixed precision does without. One card's peak is in the "
-        "step. The rows beyond the first are arithmetic on measured parts, not runs: ten times takes many cards, a "
-        "large model and a small batch.",
-        columns=("cards", "parameters and optimizer state", "not divided", "peak of each card", "times less"),
-        rows=tuple(rows),
-    )
-
-
 def half() -> Finding:
     """Weights, and what else there is."""
 

@@ -106,7 +106,9 @@ def set_current_device(index: int) -> None:
     found = _guard_function("uncheckedSetDevice")
     if found is not None:
         guard, function = found
-        ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_uint16)(function)(guard, _CUDA_DEVICE_TYPE | index << 8)
+        ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_uint16)(function)(
+            guard, _CUDA_DEVICE_TYPE | index << 8
+        )
 
 
 def current_device() -> int:

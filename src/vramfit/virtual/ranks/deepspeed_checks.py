@@ -1,8 +1,8 @@
 """DeepSpeed's checks that ranks agree: the first rank's numbers are taken to be this rank's, as all values are.
 
 Under ZeRO-3 each rank compares numbers of its parameters with those that rank 0 broadcasts
-(deepspeed/runtime/zero/utils.py: ``assert_ints_same_as_other_ranks``). All but rank 0 fill the tensor that receives them
-with -1: with nobody there to send, these would come out as a disagreement.
+(deepspeed/runtime/zero/utils.py: ``assert_ints_same_as_other_ranks``). All but rank 0 fill the tensor that receives
+them with -1: with nobody there to send, these would come out as a disagreement.
 """
 
 from __future__ import annotations

@@ -1,0 +1,63 @@
+"""The table of models on clusters: what it says of a result, and that the page has all of them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "studies"))
+import clusters
+from clusters import Cell, Taken
+
+GIB = 1 << 30
+
+
+def test_a_cell_says_what_is_reserved_and_whether_it_fits() -> None:
+    taken = Taken(allocated=40 * GIB, reserved=50 * GIB + GIB // 2, outside=GIB, fits=True)
+    paths = {
+        "8b/ddp/H100/8": taken,
+        "8b/tp8/RTX 4090/64": Taken(allocated=0, reserved=1200 * GIB, outside=0, fits=False),
+    }
+    rows = {tuple(cell.strip() for cell in row.split("|")[1:-1]) for row in clusters.table(paths)}
+    assert ("8 B", "DDP", "", "**50.5**", "", "", "", "", "", "") in rows
+    assert ("8 B", "TP 8 and FSDP2", *[""] * 7, "1,200.0") in rows
+
+
+def test_the_page_has_every_cell() -> None:
+    text = clusters.PAGE.read_text(encoding="utf-8")
+    table = text[text.index(clusters.BEGIN) : text.index(clusters.END)].splitlines()[3:]
+    written = [cell for row in table for cell in row.split("|")[3:-1] if cell.strip()]
+    assert len(written) == len(list(clusters.cells()))
+    assert any("**" in cell for cell in written) and not all("**" in cell for cell in written)
+
+
+def test_what_fits_only_after_cached_blocks_went_back_is_tried_on_the_card(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A card of 24 GiB, and programs that take so much in all: only where it is in doubt are they run again."""
+    cards = []
+
+    class Device:
+        peak_allocated_bytes = 20 * GIB
+        context_bytes = GIB
+        peak_reserved_bytes = 22 * GIB
+
+    def run(cell: Cell, card: object) -> tuple[Device, bool]:
+        cards.append(card.total_bytes >> 30)  # type: ignore[attr-defined]
+        return Device(), False
+
+    monkeypatch.setattr(clusters, "run", run)
+    cell = Cell(size="1b", way="ddp", card="RTX 4090", world=8)
+    assert clusters.measure(cell).fits and cards == [clusters.NO_LIMIT >> 30]
+    Device.peak_reserved_bytes = 30 * GIB
+    assert clusters.measure(cell).fits and cards[1:] == [clusters.NO_LIMIT >> 30, 23]
+    Device.peak_allocated_bytes = 25 * GIB
+    assert not clusters.measure(cell).fits and cards[3:] == [clusters.NO_LIMIT >> 30]
+
+
+def test_cells_that_are_not_there_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        clusters.main(["--only", "13b"])
+    assert "no cell begins with 13b" in capsys.readouterr().err
