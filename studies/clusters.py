@@ -158,8 +158,7 @@ def results(wanted: list[Cell], *, fresh: bool) -> dict[str, Taken]:
     """Results by the path of a cell: kept ones, and those that are missing."""
     if fresh:
         KEPT.unlink(missing_ok=True)
-    found = {one.pop("path"): Taken(**one) for one in kept(KEPT)}
-    missing = [cell for cell in wanted if cell.path not in found]
+    missing = [cell for cell in wanted if cell.path not in _known()]
     if missing:
         import transformers.models.llama.modeling_llama  # noqa: F401 - for the forks
         from torch.distributed import fsdp, tensor  # noqa: F401
@@ -168,10 +167,14 @@ def results(wanted: list[Cell], *, fresh: bool) -> dict[str, Taken]:
 
         gc.freeze()
     for cell in missing:
-        print(cell.path, file=sys.stderr, flush=True)
-        found[cell.path] = taken = in_child(cell)
-        keep(KEPT, {"path": cell.path, **asdict(taken)})
-    return found
+        if cell.path not in _known():  # several of these may run side by side
+            print(cell.path, file=sys.stderr, flush=True)
+            keep(KEPT, {"path": cell.path, **asdict(in_child(cell))})
+    return _known()
+
+
+def _known() -> dict[str, Taken]:
+    return {one.pop("path"): Taken(**one) for one in kept(KEPT)}
 
 
 def table(found: dict[str, Taken]) -> list[str]:

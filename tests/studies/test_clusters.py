@@ -25,12 +25,16 @@ def test_a_cell_says_what_is_reserved_and_whether_it_fits() -> None:
     assert ("8 B", "TP 8 and FSDP2", *[""] * 7, "1,200.0") in rows
 
 
-def test_the_page_has_every_cell() -> None:
+def test_the_page_has_the_table_and_no_cell_that_cannot_be() -> None:
     text = clusters.PAGE.read_text(encoding="utf-8")
-    table = text[text.index(clusters.BEGIN) : text.index(clusters.END)].splitlines()[3:]
-    written = [cell for row in table for cell in row.split("|")[3:-1] if cell.strip()]
-    assert len(written) == len(list(clusters.cells()))
-    assert any("**" in cell for cell in written) and not all("**" in cell for cell in written)
+    head, line, *rows = text[text.index(clusters.BEGIN) : text.index(clusters.END)].splitlines()[1:]
+    assert [head, line] == clusters.table({})[:2]
+    table = [[cell.strip() for cell in row.split("|")[1:-1]] for row in rows]
+    labels = [(says, way.says) for says in clusters.SIZES.values() for way in clusters.WAYS]
+    assert [tuple(row[:2]) for row in table] == labels
+    assert "1b/tp8/H100/1" not in {cell.path for cell in clusters.cells()}
+    assert table[3][2] == table[3][6] == ""  # a group of eight on one card
+    assert all("**" in "".join(row) for row in table[:4])  # 1 B fits somewhere
 
 
 def test_what_fits_only_after_cached_blocks_went_back_is_tried_on_the_card(
