@@ -109,3 +109,49 @@ def test_a_card_without_room_for_it_does_not_fit(caught: bool) -> None:
     assert oom is not None and oom.op == "NCCL: all-reduce" and oom.free_bytes < oom.requested_bytes
     assert (oom.handled, gpu.run.ran_out) == (caught, not caught)
     assert gpu.run.devices[0].context_bytes == H100.typical_context_bytes, "nothing was taken"
+
+
+def taken_by_subgroup(*, bound: bool) -> tuple[int, list[bool]]:
+    """Bytes that a group of four of eight takes beside the world's, and which communicators were split."""
+    with VirtualGPU("H100", rank=3, world_size=8) as gpu:
+        dist.init_process_group("nccl", device_id=torch.device("cuda", 3) if bound else None)
+        values = torch.ones(ELEMENTS, device="cuda:3")
+        dist.all_reduce(values)
+        before = torch.cuda.mem_get_info(3)[0]
+        dist.all_reduce(values, group=dist.new_group([0, 1, 2, 3]))
+        assert gpu.communicators is not None
+        splits = [use.split for use in gpu.communicators.log.uses()]
+        return before - torch.cuda.mem_get_info(3)[0], splits
+
+
+def test_groups_of_a_world_that_is_bound_to_a_card_are_split_and_may_share(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert taken_by_subgroup(bound=False)[1] == [False, False]
+    alone, splits = taken_by_subgroup(bound=True)
+    assert splits == [False, True]
+    monkeypatch.setenv("NCCL_COMM_SPLIT_SHARE_RESOURCES", "1")
+    assert taken_by_subgroup(bound=False)[0] == alone, "nothing is split without a device_id"
+    assert taken_by_subgroup(bound=True)[0] < alone
+
+
+@pytest.mark.parametrize(
+    ("bound", "batched", "expected"), [(False, False, [2, 2]), (False, True, [8]), (True, False, [8])]
+)
+def test_single_sends_and_receives_have_communicators_of_two(
+    bound: bool, batched: bool, expected: list[int]
+) -> None:
+    with VirtualGPU("H100", rank=3, world_size=8) as gpu:
+        dist.init_process_group("nccl", device_id=torch.device("cuda", 3) if bound else None)
+        values = torch.ones(ELEMENTS, device="cuda:3")
+        ways = [(dist.isend, 4), (dist.irecv, 2), (dist.isend, 4), (dist.isend, 2)]
+        if batched:
+            for work in dist.batch_isend_irecv([dist.P2POp(way, values, peer) for way, peer in ways]):
+                work.wait()
+        else:
+            for way, peer in ways:
+                work = way(values, peer)
+                assert work is not None
+                work.wait()
+        assert gpu.communicators is not None
+        assert [use.layout.ranks for use in gpu.communicators.log.uses()] == expected

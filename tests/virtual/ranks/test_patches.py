@@ -19,6 +19,7 @@ from vramfit.virtual.gpu import VirtualGPU
 
 FUNCTIONS = (
     "split_group",
+    "batch_isend_irecv",
     "_new_process_group_helper",
     "_object_to_tensor",
     "_store_based_barrier",

@@ -66,7 +66,8 @@ class CommunicatorUse:
             an all-to-all reaches all.
         split: it was split from a communicator that exists (``ncclCommSplit``): ``split_group``, and ``new_group``
             where ``init_process_group`` was given a ``device_id``. It shares its parent's buffers only where
-            ``splitShare`` or NCCL_COMM_SPLIT_SHARE_RESOURCES asks for it, which torch does not.
+            NCCL_COMM_SPLIT_SHARE_RESOURCES asks for it: torch does not (a program that sets ``split_share`` is not
+            followed).
     """
 
     layout: RankLayout

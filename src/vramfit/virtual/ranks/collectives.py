@@ -284,7 +284,8 @@ def _peer_handler(name: str, communicators: Communicators, numbers: SentNumbers)
         tensors = tensors_in(call.args[0])
         if not is_handle(_backend(call, tensors[0])) and type(tensors[0]) is not FakeTensor:
             return call.func(*call.args, **call.kwargs)
-        group = communicators.of(group_in(call.args))
+        process_group = group_in(call.args)
+        group = communicators.of(process_group)
         if group.size == 1:
             raise ValueError(f"vramfit: {call.func} wants another rank, and this group has one")
         mode.meter.ops += 1
@@ -301,6 +302,7 @@ def _peer_handler(name: str, communicators: Communicators, numbers: SentNumbers)
             return communicators.work(group, None, 0.0, results=tensors, tensors=tensors, let_go=let_go)
         nbytes, device = sum(t.numel() * t.element_size() for t in tensors), card.index or 0
         if peer is not None:
+            group = communicators.towards(process_group, peer)
             communicators.note_peer(group, peer, nbytes, device, sends=name == "send")
         until, _ = communicators.run(group, NcclCollective.SEND_RECEIVE, nbytes, device, own_stream=True)
         return communicators.work(group, device, until, results=tensors, tensors=tensors, let_go=let_go)

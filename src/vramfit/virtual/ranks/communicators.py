@@ -40,6 +40,7 @@ class Communicator:
         ranks: numbers of its ranks in the world, in the group's order.
         rank: this rank's number in the group.
         urgent: its streams are of high priority.
+        split: NCCL splits it from the communicator of the world.
         streams: its stream on each card, made when it first runs there.
         pending: works for which nobody has waited.
         peers: ranks of the world that it sends to (True) or receives from (False).
@@ -50,6 +51,7 @@ class Communicator:
     ranks: tuple[int, ...]
     rank: int
     urgent: bool = False
+    split: bool = False
     streams: dict[int, int] = field(default_factory=dict)
     pending: Pending = field(default_factory=Pending)
     peers: set[tuple[int, bool]] = field(default_factory=set)
@@ -78,7 +80,10 @@ class Communicators:
         self._meter = mode.meter
         self.place = place
         self.urgent: set[str] = set()
+        self.split: set[str] = set()
+        self.batches = 0
         self._known: dict[str, tuple[Any, Communicator]] = {}
+        self._pairs: dict[tuple[str, int], Communicator] = {}
         self._log: CommunicatorLog | None = None
         self._taken: dict[int, int] = {}  # by NCCL, of each card
 
@@ -106,7 +111,7 @@ class Communicators:
             DistBackendError: the card has no room for NCCL's buffers.
         """
         note = self.log.send if sends else self.log.receive
-        note(communicator.name, communicator.ranks, peer, nbytes)
+        note(communicator.name, communicator.ranks, peer, nbytes, split=communicator.split)
         if (peer, sends) not in communicator.peers:
             communicator.peers.add((peer, sends))
             self._take(device, "send and receive")
@@ -136,9 +141,10 @@ class Communicators:
 
     def forget(self) -> None:
         """Let everything go that pending works hold, and forget all groups."""
-        for _, known in self._known.values():
+        for known in (*(known for _, known in self._known.values()), *self._pairs.values()):
             known.pending.clear()
         self._known.clear()
+        self._pairs.clear()
 
     def of(self, group: ProcessGroup) -> Communicator:
         """The communicator of a group."""
@@ -151,9 +157,30 @@ class Communicators:
                 ranks=members,
                 rank=group.rank(),
                 urgent=group.group_name in self.urgent,
+                split=group.group_name in self.split,
             )
             self._known[group.group_name] = ranks, known
+            for key in [key for key in self._pairs if key[0] == known.name]:
+                del self._pairs[key]
         return known
+
+    def towards(self, group: ProcessGroup, peer: int) -> Communicator:
+        """What a tensor takes from this rank of a group to another one of the world, or back.
+
+        See NOTE [Communicators of two].
+        """
+        known = self.of(group)
+        if self.batches or group.bound_device_id is not None:
+            return known
+        if (known.name, peer) not in self._pairs:
+            ranks = tuple(sorted({known.ranks[known.rank], peer}))
+            self._pairs[known.name, peer] = Communicator(
+                name=f"{known.name}, {ranks[0]} and {ranks[-1]}",
+                ranks=ranks,
+                rank=ranks.index(known.ranks[known.rank]),
+                urgent=known.urgent,
+            )
+        return self._pairs[known.name, peer]
 
     def run(
         self,
@@ -185,7 +212,9 @@ class Communicators:
         seconds = communicator.seconds.get((kind, nbytes))
         if seconds is None:
             if kind is not NcclCollective.SEND_RECEIVE:
-                self.log.collective(communicator.name, communicator.ranks, kind, nbytes)
+                self.log.collective(
+                    communicator.name, communicator.ranks, kind, nbytes, split=communicator.split
+                )
                 self._take(device, kind.value)
             layout = self.log.layout(communicator.ranks)
             seconds = communicator.seconds[kind, nbytes] = collective_seconds(kind, nbytes, layout)

@@ -7,6 +7,7 @@ world of one rank gloo is torch's own; in a larger one a handle stands for it to
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 from datetime import timedelta
@@ -104,6 +105,7 @@ def install(mode: OpRunner, place: RankPlace, communicators: Communicators, patc
     _patch_stores(mode, place, patches)
     _patch_backends(mode, place, communicators, patches)
     _patch_splitting(patches)
+    _note_batches(communicators, patches)
     # DDP's own timings come from CUDA events in C++, which a CPU build lacks; they say nothing here. All else of its
     # reducer is C++ that runs as it is: its buckets and ``c10d::allreduce_`` come through the dispatcher.
     patches.set(Logger, "set_runtime_stats_and_log", lambda self: None)
@@ -186,6 +188,8 @@ def _patch_backends(
             torch.cuda._lazy_init()
             if getattr(options, "is_high_priority_stream", False):
                 communicators.urgent.add(options.group_name)
+            if _splits(options):
+                communicators.split.add(options.group_name)
             return handles.make(cls, rank, size)
 
     class Gloo(ProcessGroupGloo):
@@ -221,6 +225,31 @@ def _patch_backends(
     }
     for name, answer in answers.items():
         patches.set(FakeProcessGroup, name, answer)
+
+
+def _splits(options: Any) -> bool:
+    """Whether NCCL would split a new group from the world's communicator: it does once that is bound to a card.
+
+    See torch.distributed.distributed_c10d: ``_new_process_group_helper``.
+    """
+    if not getattr(options, "global_ranks_in_group", None) or not distributed.is_initialized():
+        return False
+    return distributed_c10d._get_default_group().bound_device_id is not None
+
+
+def _note_batches(communicators: Communicators, patches: PatchStack) -> None:
+    """Tell sends and receives of a batch from single ones: NCCL has them on other communicators."""
+    original = distributed_c10d.batch_isend_irecv
+
+    @functools.wraps(original)
+    def batch(*args: Any, **kwargs: Any) -> Any:
+        communicators.batches += 1
+        try:
+            return original(*args, **kwargs)
+        finally:
+            communicators.batches -= 1
+
+    patches.rebind([(original, batch)])
 
 
 def _patch_splitting(patches: PatchStack) -> None:
