@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -190,10 +191,127 @@ def pipeline(mesh: DeviceMesh, live: Live) -> list[int]:
     return held
 
 
+def loss_parallel(mesh: DeviceMesh, live: Live) -> list[int]:
+    """A head whose words are shared out, and a loss that is computed on the parts."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+    from torch.distributed.tensor.parallel import loss_parallel as in_parts
+
+    model = nn.Sequential(nn.Linear(304, 504), nn.ReLU(), nn.Linear(504, 1000)).to(mesh.device_type)
+    head = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+    first = ColwiseParallel(output_layouts=Replicate())
+    model = parallelize_module(model, mesh, {"0": first, "2": head})
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    held = [live()]
+    for _ in range(2):
+        words = torch.zeros(24, dtype=torch.int64, device=mesh.device_type)
+        with in_parts():
+            loss = nn.functional.cross_entropy(model(torch.ones(24, 304, device=mesh.device_type)), words)
+            held.append(live())
+            loss.backward()
+        held.append(live())
+        optimizer.step()
+        optimizer.zero_grad()
+        del loss, words
+        held.append(live())
+    return held
+
+
+def fsdp1(mesh: DeviceMesh, live: Live) -> list[int]:
+    """Flat parameters, gathered for each block, with the parameters that the program made."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    model = nn.Sequential(*[Block(300, 501) for _ in range(3)])
+    wrapped = FullyShardedDataParallel(
+        model,
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+        device_id=torch.device(mesh.device_type),
+        use_orig_params=True,
+    )
+    return _steps(wrapped, _momentum(wrapped), mesh.device_type, live, 300)
+
+
+def experts(mesh: DeviceMesh, live: Live) -> list[int]:
+    """An expert on each rank; tokens go there and back by all-to-alls of equal parts."""
+    from torch.distributed._functional_collectives import all_to_all_single_autograd
+
+    def exchanged(tokens: torch.Tensor) -> torch.Tensor:
+        parts = [tokens.shape[0] // mesh.size()] * mesh.size()
+        out: torch.Tensor = all_to_all_single_autograd(tokens, parts, parts, mesh.get_group())
+        return out
+
+    model = nn.Sequential(*[Block(300, 500) for _ in range(2)]).to(mesh.device_type)
+    optimizer = _momentum(model)
+    held = [live()]
+    for _ in range(2):
+        tokens = torch.ones(64, 300, device=mesh.device_type, requires_grad=True)
+        for expert in model:
+            tokens = exchanged(expert(exchanged(tokens)))
+        held.append(live())
+        tokens.sum().backward()
+        held.append(live())
+        optimizer.step()
+        optimizer.zero_grad()
+        del tokens
+        held.append(live())
+    return held
+
+
+def interleaved(mesh: DeviceMesh, live: Live) -> list[int]:
+    """Two stages on each rank by turns: forward and backward passes interleaved, backward passes in two halves."""
+    from torch.distributed import pipelining
+
+    ends = (0, dist.get_world_size() - 1)
+    schedules = (pipelining.ScheduleInterleaved1F1B, pipelining.ScheduleInterleavedZeroBubble)
+    return _looped(mesh, live, schedules, ends=ends, turned=False)
+
+
+def zero_bubble_v(mesh: DeviceMesh, live: Live) -> list[int]:
+    """Two stages on each rank in the form of a V, without bubbles: the first rank has the last stage too."""
+    from torch.distributed import pipelining
+
+    return _looped(mesh, live, (pipelining.ScheduleZBVZeroBubble,), ends=(0, 0), turned=True)
+
+
+def _looped(
+    mesh: DeviceMesh, live: Live, schedules: Sequence[Any], *, ends: tuple[int, int], turned: bool
+) -> list[int]:
+    """Schedules of two stages on each rank, the second of which lie in reverse order if they are turned."""
+    from torch.distributed.pipelining import PipelineStage
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    device = torch.device("cuda", rank) if mesh.device_type == "cuda" else torch.device("cpu")
+    numbers = (rank, 2 * world - 1 - rank if turned else world + rank)
+    held = []
+    for schedule_type in schedules:
+        modules = [nn.Sequential(*[Block(300, 500 + number) for _ in range(2)]).to(device) for number in numbers]
+        stages = [
+            PipelineStage(module, number, 2 * world, device)
+            for module, number in zip(modules, numbers, strict=True)
+        ]
+        schedule = schedule_type(stages, 2 * world, loss_fn=nn.functional.mse_loss)
+        optimizer = _momentum(nn.ModuleList(modules))
+        target = {"target": torch.ones(16, 300, device=device)} if rank == ends[1] else {}
+        for _ in range(2):
+            schedule.step(*([torch.ones(16, 300, device=device)] if rank == ends[0] else []), **target)
+            held.append(live())
+            optimizer.step()
+            optimizer.zero_grad()
+            held.append(live())
+    return held
+
+
 PROGRAMS: dict[str, Program] = {
     function.__name__: function
-    for function in (ddp, ddp_views, fsdp2, tensor_parallel, two_dimensions, zero, pipeline)
+    for function in (
+        *(ddp, ddp_views, fsdp1, fsdp2, tensor_parallel, loss_parallel, two_dimensions, zero, experts),
+        *(pipeline, interleaved, zero_bubble_v),
+    )
 }
+
+PIPELINES = frozenset({"pipeline", "interleaved", "zero_bubble_v"})
 
 
 def run_all(device: str, live: Live, names: Sequence[str], shared: SharedOut) -> dict[str, list[int]]:
@@ -279,7 +397,7 @@ def _keep(folder: Path, kind: str, world: int, rank: int, shared: SharedOut) -> 
 
 def virtual_ranks(world: int, names: Sequence[str]) -> Sequence[int]:
     """Ranks that run virtually too: one in the middle and the last, all where each is a stage of a pipeline."""
-    return range(world) if "pipeline" in names else (world // 2 - 1, world - 1)
+    return range(world) if PIPELINES & set(names) else (world // 2 - 1, world - 1)
 
 
 def main(folder: Path, worlds: Mapping[int, Sequence[str]]) -> None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import pickle
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,9 @@ class Expected:
 class Mailbox:
     """The mailbox of one rank.
 
+    Attributes:
+        takes_numbers: small numbers of tensors that are sent are to be left here.
+
     Args:
         place: the rank, with the folder; without one nothing can be received.
     """
@@ -48,6 +53,7 @@ class Mailbox:
         self._folder = None if place.mailbox is None else Path(place.mailbox)
         self._sent: Counter[tuple[str, int]] = Counter()
         self._received: Counter[tuple[str, int]] = Counter()
+        self.takes_numbers = True
 
     @property
     def open(self) -> bool:
@@ -67,6 +73,15 @@ class Mailbox:
         content = pickle.dumps(objects)
         path = self._path(group, self._place.rank, rank, number)
         write_file(path, lambda stream: stream.write(content))
+
+    @contextmanager
+    def apart_from_numbers(self) -> Iterator[None]:
+        """Tensors that are sent meanwhile carry an object that is left here as a whole: their numbers are nobody's."""
+        before, self.takes_numbers = self.takes_numbers, False
+        try:
+            yield
+        finally:
+            self.takes_numbers = before
 
     def receive(self, group: str, rank: int) -> list[Any]:
         """The objects that a rank of the world leaves next; waits for them.

@@ -103,7 +103,8 @@ class RankObjects:
         use_batch: bool = False,
     ) -> None:
         """Leave objects in the mailbox of a rank."""
-        self._send(object_list, dst, group, device, group_dst, use_batch)
+        with self._mailbox.apart_from_numbers():
+            self._send(object_list, dst, group, device, group_dst, use_batch)
         self._mailbox.send(self._name(group), self._peer(group, dst, group_dst), object_list)
 
     def receive(

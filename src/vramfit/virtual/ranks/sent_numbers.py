@@ -36,7 +36,7 @@ class SentNumbers:
     def send(self, group: str, rank: int, tensors: list[torch.Tensor]) -> None:
         """Leave what is known of tensors for a rank of the world."""
         for tensor in tensors:
-            if self._carries(tensor):
+            if self._mailbox.takes_numbers and self._carries(tensor):
                 fake = type(tensor) is FakeTensor
                 known = self._mode.shadows.view(tensor) if fake else tensor.detach()
                 self._mailbox.send(f"{group}.numbers", rank, [None if known is None else known.tolist()])

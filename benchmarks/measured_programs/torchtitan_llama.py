@@ -1,0 +1,231 @@
+"""torchtitan's own train.py, Llama 3.1 8B under FSDP2 on 8 and 128 H100: reserved memory beside its authors' figures.
+
+    python benchmarks/measured_programs/torchtitan_llama.py CLONE [--packages DIR] [--only TEXT] [--steps N] [--json FILE]
+
+CLONE is a clone of github.com/pytorch/torchtitan, or its git directory; the commit is checked out elsewhere, and nothing
+of it is kept here. It imports datasets, torchdata, tiktoken, blobfile, tensorboard and triton: install them, or name a
+folder that has them (``pip install --target DIR``). The program runs as its launch script (run_llama_train.sh) starts
+it, with the settings of train_configs/llama3_8b.toml and local batch 2.
+
+Source: docs/performance.md at d4c86e3, tables 1 and 3: torchtitan 9dec370 and torch 1963fc8, both of December 2024, on H100
+of 96 GB, selective checkpointing, reserved GiB as the program logs them at step 90 (the maximum since step 80).
+
+NOTE [What is made up]
+Llama's tokenizer is not public: a file of as many words (128,000, to which the program adds 256) stands for it. The
+texts of C4 are made up too, as the program's data set ``c4_test``. Neither decides about memory: batches are full.
+
+NOTE [What torch did then]
+Two things differ between torch of December 2024 and 2.13 for this program, and `stand_ins/torch_of_2024.py` puts them
+back before it starts train.py:
+
+1. FSDP2 kept the root's parameters gathered after the forward pass whatever ``reshard_after_forward`` said
+   (_composable/fsdp/_fsdp_state.py, ``_lazy_init``). The program passes True, which torch follows since 2.8 or so.
+2. Attention: H100 takes cuDNN's first by now (aten/src/ATen/native/cuda/sdp_utils.cpp), flash attention's then. The
+   program's policy of what to save names flash attention and not cuDNN's, whose outputs are therefore recomputed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from vramfit.errors import VramfitError
+from vramfit.writing import write_text
+
+SCHEMA = "vramfit.torchtitan/1"
+COMMIT = "9dec370ad26b5f8e9a7333a0e36165018262644b"
+PUBLISHED = {8: 82.4, 128: 67.0}
+"""GiB, by ranks."""
+GIB = 1 << 30
+WORDS = 128_000
+HERE = Path(__file__).resolve().parent
+TORCH_OF_2024 = HERE / "stand_ins" / "torch_of_2024.py"
+CARD = """\
+name = "H100 SXM 96GB"
+base = "H100 SXM"
+total_bytes = "95GiB"     # 96 GB HBM2e, 2.4 TB/s, as docs/performance.md says; what CUDA reports of it is not published
+bandwidth_gbs = 2400.0
+memory_bus_bits = 6144
+"""
+_LOGGED = re.compile(r"step: *(\d+) .*?memory: *([0-9.]+)GiB")
+_COLOURS = re.compile(r"\x1b\[\d+m")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """How the program is run.
+
+    Attributes:
+        ranks: in the world.
+        expandable: with the launch script's ``expandable_segments:True``.
+        as_then: see NOTE [What torch did then].
+    """
+
+    ranks: int
+    expandable: bool
+    as_then: bool
+
+    @property
+    def name(self) -> str:
+        """In words."""
+        torch = "torch as in 2024" if self.as_then else "torch as it is"
+        return f"FSDP {self.ranks}, {torch}, {'expandable segments' if self.expandable else 'plain segments'}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What came out.
+
+    Attributes:
+        setting: how it was run.
+        reserved: GiB that the program logged at its last line.
+        allocated: bytes at the peak.
+        seconds: of the run here.
+    """
+
+    setting: Setting
+    reserved: float
+    allocated: int
+    seconds: float
+
+
+def settings() -> Iterator[Setting]:
+    """All rows."""
+    for ranks, as_then, expandable in itertools.product(PUBLISHED, (False, True), (True, False)):
+        yield Setting(ranks=ranks, expandable=expandable, as_then=as_then)
+
+
+def checked_out(clone: Path, folder: Path) -> Path:
+    """The program at its commit, in a folder.
+
+    Raises:
+        VramfitError: the clone does not have it.
+    """
+    git = ["git", "-C", str(clone), "archive", COMMIT, "train.py", "torchtitan", "train_configs"]
+    packed = subprocess.run(git, capture_output=True)
+    if packed.returncode:
+        raise VramfitError(f"{clone} does not have torchtitan's commit {COMMIT[:9]}: fetch its whole history")
+    folder.mkdir()
+    subprocess.run(["tar", "-x", "-C", str(folder)], input=packed.stdout, check=True)
+    return folder
+
+
+def make_inputs(folder: Path) -> None:
+    """Card, tokenizer and texts. See NOTE [What is made up]."""
+    (folder / "card.toml").write_text(CARD)
+    singles = (bytes([one]) for one in range(256))
+    pairs = (bytes(two) for two in itertools.product(range(256), repeat=2))
+    threes = (
+        bytes(three) for three in itertools.product(b"abcdefghijklm", b"abcdefghijklmnopqrst", range(256))
+    )
+    words = itertools.islice(itertools.chain(singles, pairs, threes), WORDS)
+    lines = (f"{base64.b64encode(word).decode()} {number}\n" for number, word in enumerate(words))
+    (folder / "tokenizer.model").write_text("".join(lines))
+    (folder / "texts").mkdir()
+    text = json.dumps({"text": "the quick brown fox jumps over the lazy dog " * 200}) + "\n"
+    (folder / "texts" / "data.json").write_text(text * max(PUBLISHED) * 4)
+
+
+def command(setting: Setting, folder: Path, result: Path, steps: int) -> list[str]:
+    """What is run: run_llama_train.sh's torchrun, behind ``vramfit run``."""
+    wrapped = [str(TORCH_OF_2024)] if setting.as_then else []
+    return [
+        *(sys.executable, "-m", "vramfit", "run", "--gpu", str(folder / "card.toml"), "--rank", "0"),
+        *("--json", str(result), "--", "torchrun", "--nproc_per_node=8", f"--nnodes={setting.ranks // 8}"),
+        *("--rdzv_backend", "c10d", "--rdzv_endpoint=localhost:0", "--local-ranks-filter", "0"),
+        *("--role", "rank", "--tee", "3", *wrapped, "train.py"),
+        *("--job.config_file", "./train_configs/llama3_8b.toml", "--training.batch_size", "2"),
+        *("--training.steps", str(steps), "--model.tokenizer_path", str(folder / "tokenizer.model")),
+        *("--training.dataset", "c4_test", "--training.dataset_path", str(folder / "texts")),
+    ]
+
+
+def run(setting: Setting, program: Path, environ: Mapping[str, str], steps: int) -> Outcome:
+    """Run the program once.
+
+    Raises:
+        VramfitError: it failed.
+    """
+    result = program.parent / "result.json"
+    result.unlink(missing_ok=True)
+    own = {**environ, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True" if setting.expandable else ""}
+    done = subprocess.run(
+        command(setting, program.parent, result, steps), cwd=program, env=own, capture_output=True, text=True
+    )
+    logged = _LOGGED.findall(_COLOURS.sub("", done.stdout + done.stderr))
+    if not logged or not result.exists():
+        raise VramfitError(f"{setting.name} failed: {(done.stderr or done.stdout).strip().splitlines()[-1]}")
+    (rank,) = json.loads(result.read_text())["ranks"]
+    return Outcome(
+        setting=setting,
+        reserved=float(logged[-1][1]),
+        allocated=rank["peak"]["allocated_bytes"],
+        seconds=rank["seconds_wall"],
+    )
+
+
+def table(outcomes: list[Outcome]) -> Table:
+    """A line for each run."""
+    out = Table("run", "allocated, GiB", "reserved, GiB", "published", "error", "seconds here")
+    for one in outcomes:
+        published = PUBLISHED[one.setting.ranks]
+        out.add_row(
+            one.setting.name,
+            f"{one.allocated / GIB:.2f}",
+            f"{one.reserved:.2f}",
+            f"{published:.1f}",
+            f"{one.reserved / published - 1:+.1%}",
+            f"{one.seconds:.0f}",
+        )
+    return out
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print the table; returns the exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("clone", type=Path, help="a clone of torchtitan, or its git directory")
+    parser.add_argument("--packages", type=Path, help="a folder with the packages that it imports")
+    parser.add_argument("--only", default="", help="runs whose name has this text")
+    parser.add_argument(
+        "--steps", type=int, default=10, help="a multiple of ten: the program logs each tenth"
+    )
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(arguments)
+    path = [
+        os.environ.get("PYTHONPATH", ""),
+        *([str(options.packages.resolve())] if options.packages else []),
+    ]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
+    console, outcomes = Console(), []
+    with tempfile.TemporaryDirectory(prefix="torchtitan-") as folder:
+        try:
+            program = checked_out(options.clone, Path(folder) / "torchtitan")
+            make_inputs(Path(folder))
+            for setting in settings():
+                if options.only in setting.name:
+                    outcomes.append(run(setting, program, environ, options.steps))
+                    print(f"{setting.name}: {outcomes[-1].reserved} GiB", file=sys.stderr, flush=True)
+        except VramfitError as error:
+            console.print(str(error))
+            return 1
+    console.print(table(outcomes))
+    if options.json is not None:
+        write_text(options.json, json.dumps({"schema": SCHEMA, "runs": [asdict(one) for one in outcomes]}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
