@@ -126,11 +126,11 @@ def parallelize(model: Stage, mesh: DeviceMesh, *, reshard: bool) -> None:
     ends = {
         "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "norm": SequenceParallel(),
-        "output": ColwiseParallel(
-            input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False
-        ),
+        "output": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
     }
-    parallelize_module(model, tp, {name: how for name, how in ends.items() if getattr(model, name) is not None})
+    parallelize_module(
+        model, tp, {name: how for name, how in ends.items() if getattr(model, name) is not None}
+    )
     plan = {
         "attention_norm": SequenceParallel(),
         "attention": PrepareModuleInput(
@@ -192,7 +192,9 @@ def main() -> None:
     schedule = None
     if args.pp > 1:
         group = mesh["pp"].get_group()
-        pipe = [PipelineStage(part, n, stages, device, group=group) for part, n in zip(parts, mine, strict=True)]
+        pipe = [
+            PipelineStage(part, n, stages, device, group=group) for part, n in zip(parts, mine, strict=True)
+        ]
         count = args.micro_batches or stages
         if args.interleave > 1:
             schedule = ScheduleInterleaved1F1B(pipe, count, loss_fn=loss_of)

@@ -12,7 +12,8 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ from vramfit.trace import Category, MemoryTrace
 Live = Callable[[], int]
 Program = Callable[[DeviceMesh, Live], list[int]]
 
+_LIBRARIES: list[Any] = []
+"""Keeps kernels of a real rank's process."""
 ON_HOST = {"ddp_views": 512}
 """Bytes that a program holds on the host beside a card, and a run on the CPU in the same place: which parameters were
 used, where DDP is given a static graph (reducer.cpp: ``local_used_map_``)."""
@@ -87,6 +90,10 @@ def _steps(
         del loss, given
         held.append(live())
     return held
+
+
+def _device(mesh: DeviceMesh) -> torch.device:
+    return torch.device("cuda", dist.get_rank()) if mesh.device_type == "cuda" else torch.device("cpu")
 
 
 def _momentum(model: nn.Module) -> torch.optim.Optimizer:
@@ -174,7 +181,7 @@ def pipeline(mesh: DeviceMesh, live: Live) -> list[int]:
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
     rank, world = dist.get_rank(), dist.get_world_size()
-    device = torch.device("cuda", rank) if mesh.device_type == "cuda" else torch.device("cpu")
+    device = _device(mesh)
     held = []
     for schedule_type in (ScheduleGPipe, Schedule1F1B):
         module = nn.Sequential(*[Block(300, 500 + rank) for _ in range(2)]).to(device)
@@ -227,7 +234,7 @@ def fsdp1(mesh: DeviceMesh, live: Live) -> list[int]:
         model,
         auto_wrap_policy=ModuleWrapPolicy({Block}),
         mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
-        device_id=torch.device(mesh.device_type),
+        device_id=_device(mesh),
         use_orig_params=True,
     )
     return _steps(wrapped, _momentum(wrapped), mesh.device_type, live, 300)
@@ -275,6 +282,88 @@ def zero_bubble_v(mesh: DeviceMesh, live: Live) -> list[int]:
     return _looped(mesh, live, (pipelining.ScheduleZBVZeroBubble,), ends=(0, 0), turned=True)
 
 
+def context_parallel(mesh: DeviceMesh, live: Live) -> list[int]:
+    """A sequence that is shared out, with keys and values that go around in a ring (torch's own, over a stand-in)."""
+    from torch.distributed.tensor.experimental import context_parallel as shared_out
+
+    if mesh.device_type == "cpu":
+        _attention_on_host()
+    project = nn.Linear(256, 768).to(mesh.device_type)
+    optimizer = torch.optim.SGD(project.parameters(), lr=1e-3, momentum=0.9)
+    held = [live()]
+    with _only_flash_attention():
+        for _ in range(2):
+            given = torch.ones(2, 64, 256, device=mesh.device_type)
+            with shared_out(mesh, buffers=[given], buffer_seq_dims=[1], no_restore_buffers={given}):
+                heads = project(given).unflatten(-1, (3, 4, 64)).permute(2, 0, 3, 1, 4)
+                out = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+                held.append(live())
+                out.sum().backward()
+            held.append(live())
+            del given, heads, out
+            optimizer.step()
+            optimizer.zero_grad()
+            held.append(live())
+    return held
+
+
+@contextmanager
+def _only_flash_attention() -> Iterator[None]:
+    """The operator that context parallelism divides, called by its name: a CPU would choose one that it does not."""
+
+    def attention(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, is_causal: bool
+    ) -> torch.Tensor:
+        out: torch.Tensor = torch.ops.aten._scaled_dot_product_flash_attention(
+            query, key, value, 0.0, is_causal
+        )[0]
+        return out
+
+    before = nn.functional.scaled_dot_product_attention
+    attention.__name__ = before.__name__
+    nn.functional.scaled_dot_product_attention = attention
+    try:
+        yield
+    finally:
+        nn.functional.scaled_dot_product_attention = before
+
+
+def _attention_on_host() -> None:
+    """Give flash attention, which torch has for cards alone, results of the same sizes on the CPU."""
+
+    def forward(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        dropout: float = 0.0,
+        causal: bool = False,
+        debug: bool = False,
+        *,
+        scale: float | None = None,
+    ) -> tuple[Any, ...]:
+        # As on a card: the output lies batch, sequence, heads, width (native/transformers/cuda/attention.cu).
+        out = torch.empty_like(query.transpose(1, 2)).transpose(1, 2).zero_()
+        sums = query.new_zeros(query.shape[:3], dtype=torch.float32)
+        state, unused = torch.zeros(2, dtype=torch.uint64), torch.zeros((), dtype=torch.uint64)
+        nothing = query.new_zeros(0)
+        return out, sums, None, None, query.shape[2], key.shape[2], state, unused, nothing
+
+    def backward(
+        grad: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *rest: Any,
+        **named: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_scaled_dot_product_flash_attention", forward, "CPU")
+    library.impl("_scaled_dot_product_flash_attention_backward", backward, "CPU")
+    _LIBRARIES.append(library)
+
+
 def _looped(
     mesh: DeviceMesh, live: Live, schedules: Sequence[Any], *, ends: tuple[int, int], turned: bool
 ) -> list[int]:
@@ -282,11 +371,13 @@ def _looped(
     from torch.distributed.pipelining import PipelineStage
 
     rank, world = dist.get_rank(), dist.get_world_size()
-    device = torch.device("cuda", rank) if mesh.device_type == "cuda" else torch.device("cpu")
+    device = _device(mesh)
     numbers = (rank, 2 * world - 1 - rank if turned else world + rank)
     held = []
     for schedule_type in schedules:
-        modules = [nn.Sequential(*[Block(300, 500 + number) for _ in range(2)]).to(device) for number in numbers]
+        modules = [
+            nn.Sequential(*[Block(300, 500 + number) for _ in range(2)]).to(device) for number in numbers
+        ]
         stages = [
             PipelineStage(module, number, 2 * world, device)
             for module, number in zip(modules, numbers, strict=True)
@@ -307,7 +398,7 @@ PROGRAMS: dict[str, Program] = {
     function.__name__: function
     for function in (
         *(ddp, ddp_views, fsdp1, fsdp2, tensor_parallel, loss_parallel, two_dimensions, zero, experts),
-        *(pipeline, interleaved, zero_bubble_v),
+        *(context_parallel, pipeline, interleaved, zero_bubble_v),
     )
 }
 

@@ -11,8 +11,8 @@ from tests import warm
 from tests.virtual.ranks import gloo_programs
 
 WORLDS = {
-    2: ("ddp_views", "fsdp2", "pipeline"),
-    4: ("tensor_parallel", "two_dimensions"),
+    2: ("ddp_views", "fsdp2", "experts", "context_parallel", "pipeline", "interleaved"),
+    4: ("tensor_parallel", "loss_parallel", "two_dimensions", "fsdp1"),
 }
 """Programs by world; benchmarks/ranks.py compares all of them in both."""
 

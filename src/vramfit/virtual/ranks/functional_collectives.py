@@ -15,6 +15,7 @@ import torch
 from torch._C._distributed_c10d import _resolve_process_group
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import ProcessGroup, ReduceOp
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from vramfit.capture.ops import tensors_in
 from vramfit.gpus.nccl.collective_times import NcclCollective
@@ -29,6 +30,7 @@ from vramfit.virtual.ranks.routed_tokens import RoutedTokens
 from vramfit.virtual.simulated_streams import Engine
 
 Shape = tuple[int, ...]
+_ON_COPIES = (NcclCollective.ALL_REDUCE, NcclCollective.BROADCAST)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,7 @@ class FunctionalCollectives:
         """By overload, as far as this torch has them."""
         by_name: dict[str, Callable[[OpRunner, OpCall], Any]] = {
             "wait_tensor": self._wait,
+            "_wrap_tensor_autograd": self._wrapped,
             "all_reduce": self._reduced,
             "all_reduce_coalesced": self._reduced,
             "all_reduce_": self._reduced_in_place,
@@ -97,6 +100,10 @@ class FunctionalCollectives:
             clock.hold(waiting.device, mode.machine.current_stream(waiting.device), waiting.until)
             self._waiting.forget(tensor)
         return tensor
+
+    def _wrapped(self, mode: OpRunner, call: OpCall) -> Any:
+        """The tensor that waits at its first use, around a result: no memory; torch's description makes a copy."""
+        return AsyncCollectiveTensor(call.args[0])
 
     def _reduced(self, mode: OpRunner, call: OpCall) -> Any:
         group = self._group(call)
@@ -238,7 +245,10 @@ class FunctionalCollectives:
         results: list[torch.Tensor],
         sources: list[torch.Tensor],
     ) -> None:
-        """Give the group's stream its work, and hold the inputs until somebody waits for a result."""
+        """Give the group's stream its work, and hold the inputs until somebody waits for a result.
+
+        Reductions and broadcasts work on the result alone, which begins as a copy (Functional.cpp: ``all_reduce``).
+        """
         card = next((t for t in results if type(t) is FakeTensor and t.device.type == "cuda"), None)
         if card is None:
             return
@@ -248,9 +258,8 @@ class FunctionalCollectives:
         until, _ = self._communicators.run(group, kind, nbytes, device, own_stream=True)
         for result in results:
             if type(result) is FakeTensor:
-                self._waiting.set(
-                    result, _Waiting(until, device, tuple(s for s in sources if s is not result))
-                )
+                held = () if kind in _ON_COPIES else tuple(s for s in sources if s is not result)
+                self._waiting.set(result, _Waiting(until, device, held))
 
 
 def _fresh(mode: OpRunner, like: torch.Tensor, shape: Shape) -> torch.Tensor:
@@ -284,7 +293,7 @@ def _process_group(call: OpCall) -> ProcessGroup:
 
 def _ours(call: OpCall) -> bool:
     """Whether a handle of ours would have to do it."""
-    if call.info.name == "_c10d_functional.wait_tensor":
+    if call.info.name in ("_c10d_functional.wait_tensor", "_c10d_functional._wrap_tensor_autograd"):
         return False
     device = call.tensors()[0].device.type
     return is_handle(_process_group(call)._get_backend(torch.device(device)))
