@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from analysis.reconciling import predicted, training
 from analysis.synthetic import oom_run, quick_run
 from cli.conftest import Invocation
 from vramfit.report import RANKS_SCHEMA
-from vramfit.trace import Run, RunWarning
+from vramfit.trace import Run, RunWarning, write_snapshot
 from vramfit.virtual.ranks.rank_place import RankPlace
 from vramfit.virtual.virtual_run import VirtualRun
 
@@ -164,6 +165,39 @@ def test_bad_input_is_one_line_and_nothing_runs(vramfit: Command, ranks: Ranks, 
 
 def test_several_ranks_are_virtual(vramfit: Command) -> None:
     assert "several ranks are run on virtual GPUs only" in vramfit("run", "--ranks", "4", "train.py").err
+
+
+class TestAgainst:
+    """A recording of one rank."""
+
+    @pytest.fixture
+    def recording(self, tmp_path: Path, ranks: Ranks) -> Path:
+        """Of rank 3, whose card is the fourth of its node."""
+        ranks.result = lambda rank: predicted(training(layers=rank))
+        path = tmp_path / "rank3.pickle"
+        write_snapshot(predicted(training(layers=3)).trace, path)
+        return path
+
+    def test_its_rank_is_compared(self, vramfit: Command, recording: Path, tmp_path: Path) -> None:
+        line = ("run", "--gpu", "RTX 4090", "--ranks", "8", "--against", recording, "--tolerance", "0%")
+        found = vramfit(*line, "--rank", "3", "--json", "told.json", "train.py")
+        assert found.code == 0
+        assert "Rank 3 beside its recording" in found.out and "equal to rank3.pickle to the byte" in found.out
+        told = json.loads((tmp_path / "told.json").read_text())["against"]
+        assert (told["rank"], told["within"], told["file"]) == (3, True, "rank3.pickle")
+        found = vramfit(*line, "--rank", "4", "train.py")
+        assert found.code == 3 and "differs from rank3.pickle" in found.out
+
+    @pytest.mark.parametrize("chosen", [(), ("--rank", "2,3"), ("--rank", "all")])
+    def test_of_which_rank_it_is_has_to_be_said(
+        self, vramfit: Command, ranks: Ranks, recording: Path, chosen: tuple[str, ...]
+    ) -> None:
+        found = vramfit(
+            "run", "--gpu", "RTX 4090", "--ranks", "8", *chosen, "--against", recording, "train.py"
+        )
+        assert (found.code, found.out, ranks.calls) == (2, "", [])
+        assert "--against has a recording of one rank, and " in found.err
+        assert found.err.splitlines()[1].endswith("Say of which rank it is: --rank 0")
 
 
 class TestCheck:

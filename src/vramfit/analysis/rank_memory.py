@@ -215,6 +215,15 @@ class WorldMemory:
         """The worst rank."""
         return self.ranks[self.worst]
 
+    def rank(self, number: int) -> RankMemory:
+        """One that ran.
+
+        Raises:
+            KeyError: it did not.
+        """
+        found = {one.rank: one for one in self.ranks}
+        return found[number]
+
     @property
     def rows(self) -> tuple[AlikeRanks, ...]:
         """The ranks that ran, those in a row that are alike together."""

@@ -14,6 +14,7 @@ from vramfit.cli.program import check_source, program_command
 from vramfit.errors import UsageError
 
 if TYPE_CHECKING:
+    from vramfit.analysis import Reconciliation
     from vramfit.analysis.rank_memory import WorldMemory
     from vramfit.record.record_run import RecordedRun
     from vramfit.virtual.virtual_run import VirtualRun
@@ -167,6 +168,36 @@ def on_virtual_cards(where: VirtualRun | RecordedRun) -> VirtualRun:
     return where
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankReconciliation:
+    """How one rank differs from its recording.
+
+    Attributes:
+        rank: its number.
+        found: the comparison.
+    """
+
+    rank: int
+    found: Reconciliation
+
+
+def only_rank(options: WorldOptions) -> int:
+    """The number of the only rank that was asked for: a recording is of one, and is compared with that.
+
+    Others may run beside it, as the stages of its pipeline do.
+
+    Raises:
+        UsageError: several were.
+    """
+    first = options.choice.first(options.world.size)
+    if len(first) > 1:
+        raise UsageError(
+            f"--against has a recording of one rank, and {len(first)} of the {options.world.size} ranks are to run",
+            "Say of which rank it is: --rank 0",
+        )
+    return first[0]
+
+
 def run_ranks(options: WorldOptions, where: VirtualRun, json: Path | None = None) -> WorldMemory:
     """Run the chosen ranks, and put them side by side.
 
@@ -192,13 +223,20 @@ def run_ranks(options: WorldOptions, where: VirtualRun, json: Path | None = None
     return memory_of(found, options.launcher)
 
 
-def tell(found: WorldMemory, json: Path | None) -> None:
-    """Print the ranks and then the worst of them as a run of its own; write the JSON that was asked for."""
+def tell(found: WorldMemory, json: Path | None, against: RankReconciliation | None = None) -> None:
+    """Print the ranks and then the worst of them as a run of its own; write the JSON that was asked for.
+
+    Args:
+        found: the ranks.
+        json: the file.
+        against: how one of them differs from its recording.
+    """
     from vramfit.console import SafeConsole
     from vramfit.report import print_report, to_json
 
     if json is not None:
-        write_document(json, to_json(found))
+        told = None if against is None else {"rank": against.rank, **to_json(against.found)}
+        write_document(json, {**to_json(found), "against": told})
     if json == STANDARD_OUTPUT:
         return
     console = SafeConsole()
@@ -207,3 +245,6 @@ def tell(found: WorldMemory, json: Path | None) -> None:
     console.print(f"\nRank {worst.rank} by itself\n", highlight=False)
     alone = replace(worst.run, warnings=())  # they are above
     print_report(alone, worst.verdict, console=console, root=Path.cwd())
+    if against is not None:
+        console.print(f"\nRank {against.rank} beside its recording\n", highlight=False)
+        print_report(against.found, console=console, root=Path.cwd())

@@ -16,8 +16,10 @@ from vramfit.cli.ranks import (
     PerNode,
     Rank,
     RankOptions,
+    RankReconciliation,
     Ranks,
     WorldOptions,
+    only_rank,
     on_virtual_cards,
     run_ranks,
     tell,
@@ -198,24 +200,32 @@ def _run_ranks(
     reference: Reference | None,
     outputs: _Outputs,
 ) -> NoReturn:
-    """Run ranks of a distributed program, tell of them, and end; files but the page are of the worst of them."""
-    if reference is not None:
-        raise UsageError(
-            "--against compares one process, and this program has several ranks",
-            "Write the trace of one with --rank 0 --trace rank0.vft, and compare that: vramfit diff",
-        )
+    """Run ranks of a distributed program, tell of them, and end; files but the page are of the worst of them.
+
+    Raises:
+        UsageError: a recording is to be compared, and it is not said of which rank it is, or it has no device of it.
+    """
+    recorded = None if reference is None else only_rank(world)
     found = run_ranks(world, on_virtual_cards(where), outputs.json)
+    against, misfit = None, None
+    if recorded is not None:
+        compared, misfit = compare(reference, found.rank(recorded).run)
+        against = None if compared is None else RankReconciliation(rank=recorded, found=compared)
     try:
-        tell(found, outputs.json)
+        tell(found, outputs.json, against)
     finally:
         worst = found.decisive
-        _write(worst.run, worst.verdict, None, replace(outputs, json=None, report=None))
+        own = against.found if against is not None and against.rank == worst.rank else None
+        _write(worst.run, worst.verdict, own, replace(outputs, json=None, report=None))
         if outputs.report is not None:
             from vramfit.report import write_page
 
             write_page(outputs.report, found, root=Path.cwd())
+    if misfit is not None:
+        raise misfit
     codes = [exit_code(rank.run, rank.verdict) for rank in (found.decisive, *found.ranks)]
-    raise typer.Exit(next((code for code in codes if code), 0))
+    differs = DIFFERS if against is not None and not against.found.within else 0
+    raise typer.Exit(next((code for code in (*codes, differs) if code), 0))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
