@@ -121,7 +121,9 @@ def in_child(world: int, steps: int) -> Cost:
 
 def table(costs: list[Cost]) -> Table:
     """A line for each world."""
-    out = Table("ranks", "ops", "ready, CPU s", "step, CPU s", "resident, MiB", "peak, MiB", "simulated step, ms")
+    out = Table(
+        "ranks", "ops", "ready, CPU s", "step, CPU s", "resident, MiB", "peak, MiB", "simulated step, ms"
+    )
     for cost in costs:
         out.add_row(
             f"{cost.world:,}",

@@ -1,14 +1,14 @@
 """torchtitan's own train.py, Llama 3.1 8B under FSDP2 on 8 and 128 H100: reserved memory beside its authors' figures.
 
-    python benchmarks/measured_programs/torchtitan_llama.py CLONE [--packages DIR] [--only TEXT] [--steps N] [--json FILE]
+    python benchmarks/measured_programs/torchtitan_llama.py CLONE [--packages DIR] [--only TEXT] [--steps N]
 
-CLONE is a clone of github.com/pytorch/torchtitan, or its git directory; the commit is checked out elsewhere, and nothing
-of it is kept here. It imports datasets, torchdata, tiktoken, blobfile, tensorboard and triton: install them, or name a
-folder that has them (``pip install --target DIR``). The program runs as its launch script (run_llama_train.sh) starts
-it, with the settings of train_configs/llama3_8b.toml and local batch 2.
+CLONE is a clone of github.com/pytorch/torchtitan, or its git directory; the commit is checked out elsewhere, and
+nothing of it is kept here. It imports datasets, torchdata, tiktoken, blobfile, tensorboard and triton: install them, or
+name a folder that has them (``pip install --target DIR``). The program runs as its launch script (run_llama_train.sh)
+starts it, with the settings of train_configs/llama3_8b.toml and local batch 2.
 
-Source: docs/performance.md at d4c86e3, tables 1 and 3: torchtitan 9dec370 and torch 1963fc8, both of December 2024, on H100
-of 96 GB, selective checkpointing, reserved GiB as the program logs them at step 90 (the maximum since step 80).
+Source: docs/performance.md at d4c86e3, tables 1 and 3: torchtitan 9dec370 and torch 1963fc8, both of December 2024, on
+H100 of 96 GB, selective checkpointing, reserved GiB as the program logs them at step 90 (the maximum since step 80).
 
 NOTE [What is made up]
 Llama's tokenizer is not public: a file of as many words (128,000, to which the program adds 256) stands for it. The
@@ -19,7 +19,7 @@ Two things differ between torch of December 2024 and 2.13 for this program, and 
 back before it starts train.py:
 
 1. FSDP2 kept the root's parameters gathered after the forward pass whatever ``reshard_after_forward`` said
-   (_composable/fsdp/_fsdp_state.py, ``_lazy_init``). The program passes True, which torch follows since 2.8 or so.
+   (_composable/fsdp/_fsdp_state.py, ``_lazy_init``). The program passes True, which newer torch follows.
 2. Attention: H100 takes cuDNN's first by now (aten/src/ATen/native/cuda/sdp_utils.cpp), flash attention's then. The
    program's policy of what to save names flash attention and not cuDNN's, whose outputs are therefore recomputed.
 """

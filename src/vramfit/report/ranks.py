@@ -305,6 +305,7 @@ def _json_values(found: WorldMemory) -> dict[str, Any]:
         ],
         "warnings": to_plain(found.warnings),
         "run": to_json(worst.run, worst.verdict),
+        "against": None,
     }
 
 

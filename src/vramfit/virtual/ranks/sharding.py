@@ -22,7 +22,10 @@ def _look_once(module: ModuleType, patches: PatchStack) -> None:
     original = vars(module).get("_propagate_use_strided_shard_flag")
     if original is None:
         return
-    seen: list[Any] = [None, None]  # the schema of last time, which is asked for each of its tensors; its kinds
+    seen: list[Any] = [
+        None,
+        None,
+    ]  # the schema of last time, which is asked for each of its tensors; its kinds
 
     def propagate_flag(strategy: Any, schema: Any) -> None:
         if seen[0] is not schema:
