@@ -50,14 +50,15 @@ def parts(report: dict[str, Any], *names: str) -> list[int]:
 
 @pytest.mark.slow
 def test_ddp_keeps_everything_on_each_card_and_its_buckets_besides(found: dict[str, dict[str, Any]]) -> None:
-    kinds = ("parameters", "gradients", "optimizer_state", "other")
+    kinds = ("parameters", "gradients", "optimizer_state", "communication_buffers", "other")
     tokens = 128 * 8
-    # `other` are DDP's buckets, as large as the gradients, and what was drawn.
+    # DDP's buckets are as large as the gradients; `other` is what was drawn.
     assert parts(found["ddp_llama"], *kinds) == [
         4 * PARAMETERS + ROTARY,
         4 * PARAMETERS,
         8 * PARAMETERS,
-        4 * PARAMETERS + tokens,
+        4 * PARAMETERS,
+        tokens,
     ]
 
 
@@ -75,8 +76,8 @@ def test_two_dimensions_share_out_matrices_over_all_cards_and_norms_over_rows(
     # A norm is whole in each group of four and halved by FSDP2: 512 bytes, as many as a block of SHARDS. Of what the
     # root gathers in bfloat16, tensor parallelism leaves this card a quarter.
     gathered = 2 * 2 * TABLE // 4 + 512
-    held = parts(found["tp_fsdp_llama"], "parameters", "optimizer_state")
-    assert held == [SHARDS + ROTARY + gathered, 2 * SHARDS]
+    held = parts(found["tp_fsdp_llama"], "parameters", "unsharded_parameters", "optimizer_state")
+    assert held == [SHARDS + ROTARY, gathered, 2 * SHARDS]
 
 
 @pytest.mark.slow
@@ -85,7 +86,7 @@ def test_frameworks_shard_by_fsdp2(found: dict[str, dict[str, Any]]) -> None:
     # rotary buffers back itself: they are no parameters' then (accelerate/utils/fsdp_utils.py: fsdp2_prepare_model).
     gathered = 2 * TABLE + 512
     for name in ("accelerate_llama", "trainer_llama"):
-        assert parts(found[name], "parameters") == [SHARDS + gathered], name
+        assert parts(found[name], "parameters", "unsharded_parameters") == [SHARDS, gathered], name
     assert parts(found["accelerate_llama"], "optimizer_state") == [2 * SHARDS]
     # Trainer's AdamW is the fused one, which counts the steps of each parameter on the card.
     tensors = 2 * 9 + 3
