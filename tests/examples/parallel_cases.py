@@ -16,6 +16,7 @@ COMMANDS = {
     "ddp_llama": f"{TORCHRUN} ddp_llama.py {TINY} --autocast",
     "fsdp2_llama": f"{TORCHRUN} fsdp2_llama.py {TINY} --checkpointing",
     "tp_fsdp_llama": f"{TORCHRUN} tp_fsdp_llama.py {TINY} --tp 4",
+    "llama3_pretrain": f"{TORCHRUN} llama3_pretrain.py --size tiny --seq-len 128 --tp 4 --steps 2",
     "context_parallel_llama": f"{TORCHRUN} context_parallel_llama.py --size tiny --seq-len 1024 --steps 2",
     "accelerate_llama": f"{ACCELERATE} accelerate_llama.py {TINY}",
     "trainer_llama": f"{TORCHRUN} trainer_llama.py {TINY}",

@@ -81,6 +81,16 @@ def test_two_dimensions_share_out_matrices_over_all_cards_and_norms_over_rows(
 
 
 @pytest.mark.slow
+def test_a_pretraining_shares_out_its_weights_by_tensor_parallelism_and_fsdp2(
+    found: dict[str, dict[str, Any]],
+) -> None:
+    matrices, norms = 2 * 4096 * 256 + 4 * (4 * 256 * 256 + 3 * 256 * 512), 2 * 4 + 1
+    shards = 4 * matrices // WORLD + norms * 512
+    held = parts(found["llama3_pretrain"], "parameters", "optimizer_state")
+    assert held == [shards, 2 * shards]
+
+
+@pytest.mark.slow
 def test_frameworks_shard_by_fsdp2(found: dict[str, dict[str, Any]]) -> None:
     # The head with the last norm is a group of its own, gathered at the peak, which is in the loss. Accelerate puts the
     # rotary buffers back itself: they are no parameters' then (accelerate/utils/fsdp_utils.py: fsdp2_prepare_model).
