@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from enum import Enum
 from traceback import walk_tb
 
+from vramfit.arguments import shown
 from vramfit.errors import UsageError
 
 
@@ -78,7 +79,7 @@ def assumption(value: str | Assume | Assumptions) -> Assumptions:
         return Assumptions(sizes=value)
     sizes: Assume | None = None
     imbalance: float | None = None
-    for part in value.split(","):
+    for part in value.split(",") if isinstance(value, str) else [shown(value)]:
         name, equals, number = part.strip().partition("=")
         if not equals and sizes is None and name in [one.value for one in Assume]:
             sizes = Assume(name)
@@ -86,7 +87,8 @@ def assumption(value: str | Assume | Assumptions) -> Assumptions:
             imbalance = _factor(number)
         else:
             raise UsageError(
-                f"nothing can be assumed as {value!r}", "Choose upper or typical, and imbalance=2 for experts"
+                f"nothing can be assumed as {shown(value)}",
+                "Choose upper or typical, and imbalance=2 for experts",
             )
     return Assumptions(sizes=sizes or Assume.UPPER, imbalance=imbalance)
 
