@@ -372,9 +372,10 @@ def _settle(asked: dict[str, Any], files: list[int]) -> None:
     sys.argv = [{"module": "-m", "code": "-c", "script": name}[asked["kind"]], *asked["arguments"]]
 
     global _computes_nothing
-    _computes_nothing = name == "vramfit"
+    # Ranks are started by threads: a fork of one has the locks that others hold, and nobody who lets them go.
+    _computes_nothing = name == "vramfit" and not {"--ranks", "--"} & set(asked["arguments"])
     # A script may compute before it starts a child, and what has computed cannot be forked.
-    beside = asked["kind"] != "module" or name == "pytest"
+    beside = asked["kind"] != "module" or name == "pytest" or (name == "vramfit" and not _computes_nothing)
     _nurseries.clear()
     if beside:
         _nurseries[False] = _nurseries[True] = Nursery(forked=True)
