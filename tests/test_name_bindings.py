@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 from types import ModuleType
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from vramfit.name_bindings import NameBindings
-from vramfit.patching import PatchStack
+from vramfit.patching import PatchStack, together
 
 NAMES = ("first", "second", "third")
 
@@ -136,10 +138,13 @@ def test_patches_of_a_run_are_looked_for_no_more_than_at_first() -> None:
     assert [run() for _ in range(5)][-2:] == [0, 0]
 
 
-def test_a_stack_forgets_what_it_replaced() -> None:
+@pytest.mark.parametrize("fails", [False, True], ids=["swapped", "failed before"])
+def test_a_stack_forgets_what_it_replaced(fails: bool) -> None:
     old, new = Thing(), Thing()
-    with PatchStack() as patches:
+    with contextlib.suppress(ZeroDivisionError), PatchStack() as patches, together():
         patches.rebind([(old, new)])
+        if fails:
+            raise ZeroDivisionError
     gone = weakref.ref(new)
     del new
     gc.collect()

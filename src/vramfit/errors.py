@@ -6,7 +6,8 @@ VramfitError                exit code 1
 │   ├── UnknownGpuError     no such card in the catalogue
 │   ├── TraceFormatError    a file is not a trace or snapshot that we read
 │   ├── EnvironmentUnfitError  this interpreter cannot carry the virtual GPU
-│   └── StoreFull           a tier of memory has no room for a tensor
+│   ├── StoreFull           a tier of memory has no room for a tensor
+│   └── PeerEnded           a rank waits for another one, which has ended
 ├── WriteError              exit code 2: a result could not be written
 └── OutOfMemory             exit code 3: the allocator could not serve a request
     └── CacheFullError      a key-value cache has no free block
@@ -65,6 +66,10 @@ class StoreFull(UsageError):
     """A tensor has no place in a tier of memory: what is there is in use, or the tiers below are full."""
 
 
+class PeerEnded(UsageError):
+    """A rank waits for what another one is to send, and that has ended: why is in the other one's error."""
+
+
 class WriteError(VramfitError):
     """A result could not be written (no space, no permission); nothing half-written is left."""
 
@@ -91,6 +96,7 @@ KINDS: dict[str, type[VramfitError]] = {
         TraceFormatError,
         EnvironmentUnfitError,
         StoreFull,
+        PeerEnded,
         WriteError,
         OutOfMemory,
         CacheFullError,

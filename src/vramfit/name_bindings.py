@@ -82,14 +82,14 @@ class _Role:
         obj: held, so that its identity stays its own.
         origin: whose names it is bound to.
         number: 0 for the origin itself, 1 for what came first to stand for it.
-        others: references beside names when it came.
+        others: references beside names when it came; None where its names were never swapped.
         shared: whether it stands for another object too, whose names are then its own.
     """
 
     obj: object
     origin: _Origin
     number: int
-    others: int = 0
+    others: int | None = None
     shared: bool = False
 
     @property
@@ -119,7 +119,8 @@ class _Change:
         """Whether no name can be bound to the object that is not known."""
         learnt = self.role.learnt
         if self.back:
-            expected = None if learnt.fewer is None else self.role.others - learnt.fewer
+            came_with, fewer = self.role.others, learnt.fewer
+            expected = None if came_with is None or fewer is None else came_with - fewer
         else:
             expected = learnt.forth
         return self.references == expected and self.references < _IMMORTAL and not self.role.shared
@@ -142,6 +143,11 @@ class NameBindings:
         self._modules = sys.modules if modules is None else modules
         self._origins: dict[int, _Origin] = {}
         self._standing: dict[int, _Role] = {}
+
+    def expect(self, pairs: Pairs) -> None:
+        """Note which object is to be replaced by which; they may be bound back without ever being swapped."""
+        for one, other in pairs:
+            self._replacing(one, other)
 
     def swap(self, pairs: Pairs) -> int:
         """Bind every name that is bound to the first object of a pair to its second, or to what replaces that.
@@ -184,12 +190,12 @@ class NameBindings:
         if role is None:
             origin = self._origins[_identity(one)] = _Origin(one)
             role = _Role(one, origin, 0)
-        back = next_role is not None and next_role.origin is role.origin and next_role.number < role.number
-        if not back:
+        known = next_role is not None and next_role.origin is role.origin
+        if not known:
             role.origin.standing += 1
             shared = next_role is not None and next_role.number > 0
             self._standing[_identity(other)] = _Role(other, role.origin, role.origin.standing, shared=shared)
-        return role, back
+        return role, known and next_role is not None and next_role.number < role.number
 
     def _look_through(self, changes: Sequence[_Change]) -> None:
         """Find all names of objects, and learn how many references they have beside them."""
@@ -212,10 +218,10 @@ class NameBindings:
         for change, known in zip(changes, before, strict=True):
             role, learnt = change.role, change.role.learnt
             references = change.references - (len(role.origin.bound(role.obj)) - known)
-            if change.back:
-                learnt.learn_fewer(role.others - references)
-            else:
+            if not change.back:
                 learnt.forth = references
+            elif role.others is not None:
+                learnt.learn_fewer(role.others - references)
 
 
 def _followed(pairs: Pairs) -> dict[int, object]:

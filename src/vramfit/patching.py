@@ -104,6 +104,7 @@ class PatchStack:
         found = list(pairs)
         # A module that is imported while the patch stands binds the new objects by itself, so the undo asks for all
         # names again: once for all that was rebound, since names are found by identity in any order.
+        _bindings.expect(found)
         self._rebound += [(new, old) for old, new in found]
         self.call(self._bind_back)
         return _rename(found)

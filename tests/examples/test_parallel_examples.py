@@ -106,22 +106,17 @@ def test_frameworks_shard_by_fsdp2(found: dict[str, dict[str, Any]]) -> None:
 
 @pytest.mark.slow
 def test_each_stage_of_a_pipeline_has_its_layers(tmp_path: Path) -> None:
-    script = str(EXAMPLES / "pipeline_llama.py")
+    given = "--size tiny --seq-len 128 --steps 2 --micro-batches 4"
     torchrun = (
         "--",
         "torchrun",
         "--nproc-per-node",
         "2",
-        script,
-        "--size",
-        "tiny",
-        "--seq-len",
-        "128",
-        "--steps",
-        "2",
+        str(EXAMPLES / "pipeline_llama.py"),
+        *given.split(),
     )
     options = ("--gpu", "H100", "--alloc-conf", "expandable_segments:True", "--json", "report.json")
-    line = [sys.executable, "-m", "vramfit", "run", *options, *torchrun, "--micro-batches", "4"]
+    line = [sys.executable, "-m", "vramfit", "run", *options, *torchrun]
     done = warm.run(line, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((tmp_path / "report.json").read_text())

@@ -131,3 +131,22 @@ def test_experts_are_told_with_what_is_assumed(assume: str, told: str) -> None:
 def test_a_program_without_either_has_no_balance(world: WorldMemory) -> None:
     assert world.balances == ()
     assert to_json(world)["balances"] == []
+
+
+def test_who_failed_by_itself_comes_before_those_that_waited_for_it() -> None:
+    """A chain: each waits for the next, and the last fails; the others hold more."""
+
+    def failing(error: str, more: int) -> Run:
+        return replace(run(more), exit_code=1, error=error)
+
+    waits = "PeerEnded: rank {} of 3 waits for rank {}, which has ended without sending what it waits for"
+    runs = {
+        0: failing(waits.format(0, 1), 9000),
+        1: failing(waits.format(1, 2), 8000),
+        2: failing("ValueError: a stage without layers", 0),
+    }
+    found = world_memory(runs, size=3, per_node=8, spans={})
+    assert found.failed is found.decisive is found.ranks[2]
+    told = flat(render(found, width=120))
+    assert "the program failed on rank 2 of 3: ValueError: a stage without layers" in told
+    assert [rank.waited_in_vain for rank in found.ranks] == [True, True, False]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from vramfit.analysis._verdict import DeviceVerdict, Outcome, Verdict, verdict
+from vramfit.errors import PeerEnded
 from vramfit.trace import EXPERT_RANKS, PIPELINE_STAGES, Category, Run, RunWarning
 from vramfit.units import format_bytes
 
@@ -79,6 +80,11 @@ class RankMemory:
         """The stages of a pipeline that it has; none for other programs."""
         written = str(self.run.trace.meta.get(PIPELINE_STAGES, "")).partition("/")[0]
         return tuple(map(int, written.split(","))) if written else ()
+
+    @property
+    def waited_in_vain(self) -> bool:
+        """Whether it failed because it waited for a rank that had ended."""
+        return (self.run.error or "").startswith(f"{PeerEnded.__name__}:")
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -279,8 +285,9 @@ class WorldMemory:
 
     @property
     def failed(self) -> RankMemory | None:
-        """The first rank that failed for another reason than memory."""
-        return next((rank for rank in self.ranks if rank.verdict.outcome is Outcome.FAILED), None)
+        """The first rank that failed for another reason than memory, by itself rather than since another had failed."""
+        failed = [rank for rank in self.ranks if rank.verdict.outcome is Outcome.FAILED]
+        return min(failed, key=lambda rank: rank.waited_in_vain, default=None)
 
 
 def world_memory(
@@ -359,10 +366,11 @@ def _peer(name: str, ranks: list[RankMemory]) -> PeerMemory:
     )
 
 
-def _badness(rank: RankMemory) -> tuple[bool, bool, int]:
-    """What makes a rank the worst: it does not fit, it failed, it takes the most."""
+def _badness(rank: RankMemory) -> tuple[bool, bool, bool, int]:
+    """What makes a rank the worst: it does not fit, it failed, and by itself, it takes the most."""
     outcome = rank.verdict.outcome
-    return outcome is Outcome.DOES_NOT_FIT, outcome is Outcome.FAILED, rank.needed
+    failed = outcome is Outcome.FAILED
+    return outcome is Outcome.DOES_NOT_FIT, failed, failed and not rank.waited_in_vain, rank.needed
 
 
 def _reasons(ranks: tuple[RankMemory, ...], worst: int) -> list[str]:

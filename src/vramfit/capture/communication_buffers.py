@@ -30,9 +30,8 @@ def install(meter: StorageMeter[Any], patches: PatchStack) -> None:
 
         @functools.wraps(original)
         def register(self: Any, state: object, hook: Callable[..., Any]) -> Any:
-            return original(
-                self, state, communicating(hook)
-            )  # compressed copies of buckets, errors that it keeps
+            # It makes compressed copies of buckets, and keeps errors.
+            return original(self, state, communicating(hook))
 
         patches.set(ddp, "register_comm_hook", register)
 

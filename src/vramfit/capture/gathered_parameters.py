@@ -154,9 +154,8 @@ class _FlatParameters(_Followed):
         handle = module.FlatParamHandle
         self._wrap(handle, "_alloc_padded_unsharded_flat_param", self._gather)
         self._wrap(handle, "_use_low_precision_shard", self._lower)
-        self._wrap(
-            handle, "flat_param_to", self._communicating
-        )  # a shard on the host that is about to be gathered
+        # A shard on the host that is about to be gathered.
+        self._wrap(handle, "flat_param_to", self._communicating)
 
     def runtime(self, module: ModuleType) -> None:
         """What runs before and after modules."""

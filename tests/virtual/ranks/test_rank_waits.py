@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from vramfit.errors import UsageError
+from vramfit.errors import PeerEnded, UsageError
 from vramfit.virtual.ranks import mailbox, rank_waits
 from vramfit.virtual.ranks.mailbox import Mailbox
 from vramfit.virtual.ranks.rank_place import RankPlace
@@ -47,7 +47,7 @@ def test_whoever_has_ended_sends_nothing(folder: Path) -> None:
         rank_waits.note_ended(folder, 1)  # killed, and left that behind
         assert rank_waits.waiting(folder) == {}
     told = "rank 0 of 2 waits for rank 1, which has ended without sending what it waits for"
-    with pytest.raises(UsageError, match=told):
+    with pytest.raises(PeerEnded, match=told):
         of_rank(folder, 0).receive("world", 1)
 
 

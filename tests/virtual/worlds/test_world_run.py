@@ -171,7 +171,7 @@ def test_a_rank_that_nobody_answers_says_for_whom_it_waits(tmp_path: Path) -> No
     found = run(written(tmp_path, WAITS), 2)
     assert found.runs[0].exit_code == 0
     assert (found.runs[1].error or "").startswith(
-        "UsageError: rank 1 of 2 waits for rank 0, which has ended without sending what it waits for"
+        "PeerEnded: rank 1 of 2 waits for rank 0, which has ended without sending what it waits for"
     )
 
 

@@ -1,4 +1,9 @@
-"""The communicator behind each process group: where its ranks lie, its stream, and the works that it has pending."""
+"""The communicator behind each process group: where its ranks lie, its stream, and the works that it has pending.
+
+NOTE [Communicators of two]: torch sends and receives single tensors on a communicator of the two ranks alone, with a
+stream of its own, made at the first of them; what is sent in a batch goes over that of the whole group, and so does all
+once the group is bound to a card (torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp: ``pointToPoint``).
+"""
 
 from __future__ import annotations
 

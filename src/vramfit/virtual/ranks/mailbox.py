@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vramfit.errors import UsageError
+from vramfit.errors import PeerEnded, UsageError
 from vramfit.virtual.ranks import rank_waits
 from vramfit.virtual.ranks.rank_place import RankPlace
 from vramfit.writing import write_file
@@ -142,7 +142,7 @@ class Mailbox:
         since: float | None = None
         while not expected.path.exists():
             if rank_waits.has_ended(self._folder, expected.rank) and not expected.path.exists():
-                raise UsageError(
+                raise PeerEnded(
                     f"{self._waiting_for(expected)}, which has ended without sending what it waits for",
                     f"See why rank {expected.rank} sent nothing: it may have failed, or taken another branch",
                 )

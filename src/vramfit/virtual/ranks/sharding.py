@@ -16,16 +16,15 @@ from vramfit.virtual.describe import VirtualFakeMode
 def _look_once(module: ModuleType, patches: PatchStack) -> None:
     """Let DTensor look once through the tensors of a ``_foreach_`` op for what it asks of all of them.
 
-    It looks through all for each of them: 1,000 parameters take an optimizer's first step a minute. It asks whether
-    any is strided, and whether those agree (``_propagate_use_strided_shard_flag``); one of each kind says as much.
+    It looks through all for each of them, a third of the processor's time of an optimizer's first step over 7 billion
+    parameters. It asks whether any is strided, and whether those agree (``_propagate_use_strided_shard_flag``); one of
+    each kind says as much.
     """
     original = vars(module).get("_propagate_use_strided_shard_flag")
     if original is None:
         return
-    seen: list[Any] = [
-        None,
-        None,
-    ]  # the schema of last time, which is asked for each of its tensors; its kinds
+    # The schema of last time, which is asked about once for each of its tensors, and its kinds.
+    seen: list[Any] = [None, None]
 
     def propagate_flag(strategy: Any, schema: Any) -> None:
         if seen[0] is not schema:

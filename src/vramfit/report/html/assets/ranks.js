@@ -24,7 +24,7 @@ class RankChart {
         cursor: { drag: { x: false, y: false }, points: { show: false }, y: false, sync: { key: "ranks" } },
         select: { show: false },
         scales: { x: { time: false, range: () => [view.low, view.high] }, y: { range: () => [0, most * 1.05] } },
-        axes: [this.timeAxis(isLast), this.byteAxis()],
+        axes: [this.timeAxis(isLast), byteAxis(4)],
         series: [
           {},
           ...rank.stacking.map((kind) => ({ ...plain, label: CATEGORIES[kind], fill: PALETTE[kind] })),
@@ -51,23 +51,6 @@ class RankChart {
       size: RANK_AXIS,
       font: "12px system-ui, sans-serif",
       values: (chart, values) => values.map((value) => duration(value)),
-    };
-  }
-
-  byteAxis() {
-    return {
-      stroke: () => token("--text-quiet"),
-      grid: { stroke: () => token("--line"), width: 1 },
-      ticks: { show: false },
-      size: PLOT_LEFT,
-      font: "12px system-ui, sans-serif",
-      splits: (chart, axis, low, high) => {
-        const step = byteStep(high - low, 4);
-        const found = [];
-        for (let at = 0; at <= high; at += step) found.push(at);
-        return found;
-      },
-      values: (chart, values) => values.map((value) => tickBytes(value, values.length > 1 ? values[1] - values[0] : 0)),
     };
   }
 

@@ -49,7 +49,7 @@ class TimelineChart {
         cursor: { drag: { x: false, y: false }, points: { show: false }, y: false },
         select: { show: false },
         scales: { x: { time: false, range: () => [this.view.low, this.view.high] }, y: { range: () => this.range() } },
-        axes: [this.xAxis(), this.yAxis()],
+        axes: [this.xAxis(), byteAxis(6)],
         series: [
           {},
           ...series,
@@ -76,23 +76,6 @@ class TimelineChart {
       font: "12px system-ui, sans-serif",
       values: (chart, values) =>
         values.map((value) => (this.view.byTime ? duration(value) : Number.isInteger(value) ? integer(value) : "")),
-    };
-  }
-
-  yAxis() {
-    return {
-      stroke: () => token("--text-quiet"),
-      grid: { stroke: () => token("--line"), width: 1 },
-      ticks: { show: false },
-      size: PLOT_LEFT,
-      font: "12px system-ui, sans-serif",
-      splits: (chart, axis, low, high) => {
-        const step = byteStep(high - low, 6);
-        const found = [];
-        for (let at = Math.ceil(low / step) * step; at <= high; at += step) found.push(at);
-        return found;
-      },
-      values: (chart, values) => values.map((value) => tickBytes(value, values.length > 1 ? values[1] - values[0] : 0)),
     };
   }
 

@@ -241,3 +241,21 @@ function drag(element, view, more, place) {
   });
   element.addEventListener("pointerleave", () => more.leave?.());
 }
+
+/** The axis of bytes of a timeline, with about so many ticks. */
+function byteAxis(most) {
+  return {
+    stroke: () => token("--text-quiet"),
+    grid: { stroke: () => token("--line"), width: 1 },
+    ticks: { show: false },
+    size: PLOT_LEFT,
+    font: "12px system-ui, sans-serif",
+    splits: (chart, axis, low, high) => {
+      const step = byteStep(high - low, most);
+      const found = [];
+      for (let at = Math.ceil(low / step) * step; at <= high; at += step) found.push(at);
+      return found;
+    },
+    values: (chart, values) => values.map((value) => tickBytes(value, values.length > 1 ? values[1] - values[0] : 0)),
+  };
+}
