@@ -137,15 +137,26 @@ def test_two_stacks_are_put_back_at_once(module: ModuleType, monkeypatch: pytest
     assert module.copied is first and len(sweeps) == 1
 
 
-def test_nothing_is_rebound_where_the_block_fails(module: ModuleType):
+def test_what_is_rebound_where_the_block_fails_is_bound_back(module: ModuleType):
     old, new = object(), object()
     module.copied = old
-    with PatchStack() as patches:
-        with pytest.raises(ZeroDivisionError), together():
-            patches.rebind([(old, new)])
-            raise ZeroDivisionError
-        assert module.copied is old
-        assert patches.rebind([(old, new)]) == 1
+    with pytest.raises(ZeroDivisionError), PatchStack() as patches, together():
+        patches.rebind([(old, new)])
+        raise ZeroDivisionError
+    assert module.copied is old
+
+
+def test_what_was_rebound_is_bound_back_where_another_step_of_the_undo_fails(module: ModuleType):
+    old, new = object(), object()
+    module.copied = old
+    patches = PatchStack()
+    patches.call(lambda: 1 // 0)
+    with together():
+        patches.rebind([(old, new)])
+    assert module.copied is new
+    with pytest.raises(ExceptionGroup), together():
+        patches.undo()
+    assert module.copied is old
 
 
 def test_rebind_leaves_our_own_modules_alone():

@@ -2,20 +2,18 @@
 
 NOTE [Who else holds it]: to look through all modules takes 25 ms where torch's compiler and transformers are imported.
 But whoever binds one more name to an object holds one more reference to it. So it is noted of each object where it was
-found, and how many references it had beside these names. As long as those are as many, no name is missing; where they
-are more or fewer, all modules are looked through again, which costs time alone.
-
-What stands for an object is made anew by each run, and when it goes it has fewer references than when it came: the
-patches that held it have gone before. How many fewer is learnt at the end of the first run, by looking. Later runs
-replace what was learnt only where more go, or where two looks agree: so a run that leaves an instance of a class
-behind, which holds the class, does not hide a name that the next one leaves.
+found, and, when a swap is over, how many references it has beside these names. Where it has as many when the next one
+begins, and no module was imported, no name is missing; otherwise all modules are looked through again, which costs time
+alone. Whatever holds an object when it is counted first must hold it until it is counted again: a list that is dropped
+between the two would hide a name. So only swaps that are gathered are counted, whose callers are known.
 """
 
 from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -29,49 +27,16 @@ _identity = object.__hash__
 
 
 @dataclass(slots=True, eq=False)
-class _Learnt:
-    """How many references beside names an object has, where all of its names are known; None before one was seen.
-
-    Attributes:
-        forth: when it is about to be replaced.
-        fewer: how many it has lost when it is about to be bound back, beside when it came.
-        fewer_last: the same of the last time that all modules were looked through.
-    """
-
-    forth: int | None = None
-    fewer: int | None = None
-    fewer_last: int | None = None
-
-    def learn_fewer(self, fewer: int) -> None:
-        """Note how many were lost. See NOTE [Who else holds it]."""
-        if self.fewer is None or fewer > self.fewer or fewer == self.fewer_last:
-            self.fewer = fewer
-        self.fewer_last = fewer
-
-
-@dataclass(slots=True, eq=False)
 class _Origin:
     """An object that is replaced, by one or by several after one another.
 
     Attributes:
-        obj: held, so that its identity stays its own.
         places: names that were bound to it; some may be bound to something else by now.
-        learnt: of it, and of what stands for it, in the order in which that came.
         standing: how many objects stand for it at the moment.
     """
 
-    obj: object
     places: set[tuple[weakref.ref[ModuleType], str]] = field(default_factory=set)
-    learnt: list[_Learnt] = field(default_factory=lambda: [_Learnt()])
     standing: int = 0
-
-    def bound(self, obj: object) -> list[tuple[dict[str, object], str]]:
-        """Which of its names are bound to an object now."""
-        return [
-            (names, name)
-            for place, name in self.places
-            if (module := place()) is not None and (names := vars(module)).get(name) is obj
-        ]
 
 
 @dataclass(slots=True, eq=False)
@@ -82,48 +47,37 @@ class _Role:
         obj: held, so that its identity stays its own.
         origin: whose names it is bound to.
         number: 0 for the origin itself, 1 for what came first to stand for it.
-        others: references beside names when it came; None where its names were never swapped.
         shared: whether it stands for another object too, whose names are then its own.
+        others: references beside names when the last swap of it was over; None where they were not counted.
+        unchanged: whether there were as many when the swap that is under way began.
     """
 
     obj: object
     origin: _Origin
     number: int
-    others: int | None = None
     shared: bool = False
+    others: int | None = None
+    unchanged: bool = False
 
-    @property
-    def learnt(self) -> _Learnt:
-        """What is known of objects in its place."""
-        self.origin.learnt += [_Learnt() for _ in range(self.number + 1 - len(self.origin.learnt))]
-        return self.origin.learnt[self.number]
+    def bound(self) -> list[tuple[dict[str, object], str]]:
+        """Which names of the origin are bound to the object now."""
+        return [
+            (names, name)
+            for place, name in self.origin.places
+            if (module := place()) is not None and (names := vars(module)).get(name) is self.obj
+        ]
 
+    def references(self) -> int | None:
+        """References to the object that are neither names that are known nor those of classes below it.
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Change:
-    """An object that is to be replaced, or bound back.
-
-    Attributes:
-        role: of the object.
-        into: what its names are to be bound to.
-        back: whether that stood there before.
-        references: to the object beside names that are known.
-    """
-
-    role: _Role
-    into: object
-    back: bool
-    references: int
-
-    def misses_none(self) -> bool:
-        """Whether no name can be bound to the object that is not known."""
-        learnt = self.role.learnt
-        if self.back:
-            came_with, fewer = self.role.others, learnt.fewer
-            expected = None if came_with is None or fewer is None else came_with - fewer
-        else:
-            expected = learnt.forth
-        return self.references == expected and self.references < _IMMORTAL and not self.role.shared
+        A class below one may wait to be collected. None where they tell nothing.
+        """
+        count = sys.getrefcount(self.obj)
+        return (
+            None
+            if self.shared or count > _IMMORTAL
+            else count - len(self.bound()) - _held_by_classes(self.obj)
+        )
 
 
 class NameBindings:
@@ -141,67 +95,89 @@ class NameBindings:
     def __init__(self, modules: Mapping[str, ModuleType] | None = None) -> None:
         self.sweeps = 0
         self._modules = sys.modules if modules is None else modules
-        self._origins: dict[int, _Origin] = {}
-        self._standing: dict[int, _Role] = {}
+        self._roles: dict[int, _Role] = {}
+        self._looked_at = 0  # how many modules
 
-    def expect(self, pairs: Pairs) -> None:
-        """Note which object is to be replaced by which; they may be bound back without ever being swapped."""
-        for one, other in pairs:
-            self._replacing(one, other)
+    @contextmanager
+    def gathered(self) -> Iterator[list[tuple[object, object]]]:
+        """Swap at the end what the block has put into the list, also where the block fails.
+
+        What holds an object at the start of this block and at the end of the one before, is to hold it between the two:
+        see NOTE [Who else holds it].
+        """
+        self._compare()
+        pairs: list[tuple[object, object]] = []
+        try:
+            yield pairs
+        except BaseException:
+            self.swap(pairs)  # not counted: the frames of the error hold what they will not hold for long
+            raise
+        self.swap(pairs)
+        moved = _of(pairs)
+        pairs.clear()
+        self._count(moved)
 
     def swap(self, pairs: Pairs) -> int:
-        """Bind every name that is bound to the first object of a pair to its second, or to what replaces that.
+        """Bind every name that is bound to the first object of a pair to its second, one pair after the other.
 
         Returns:
             How many names.
         """
         into = _followed(pairs)
-        roles = [self._replacing(one, other) for one, other in pairs]
-        # All of them here: what else holds them meanwhile is the same each time.
-        changes = [
-            _Change(role, into[_identity(one)], back, _references(one, role))
-            for (one, _), (role, back) in zip(pairs, roles, strict=True)
-        ]
-        if not _are_counted() or not all(change.misses_none() for change in changes):
-            self._look_through(changes)
+        for one, other in pairs:
+            self._note(one, other)
+        moved = [self._roles[number] for number in _of(pairs)]
+        if len(self._modules) != self._looked_at or not all(role.unchanged for role in moved):
+            self._look_through(moved)
         count = 0
-        for change in changes:
-            for names, name in change.role.origin.bound(change.role.obj):
-                names[name] = change.into
-                count += 1
-        for (one, other), change in zip(pairs, changes, strict=True):
-            if change.back:
-                if self._standing.pop(_identity(one), None) is not None:
-                    change.role.origin.standing -= 1
-            elif (role := self._standing.get(_identity(other))) is not None:
-                role.others = _references(other, role)
+        for number, obj in into.items():
+            if self._roles[number].obj is not obj:
+                for names, name in self._roles[number].bound():
+                    names[name] = obj
+                    count += 1
+        for one, other in pairs:
+            self._leave(one, other)
+        for role in self._roles.values():
+            role.unchanged = False
+        for role in moved:
+            role.others = None
         return count
 
-    def _role(self, obj: object) -> _Role | None:
-        standing = self._standing.get(_identity(obj))
-        if standing is not None:
-            return standing
-        origin = self._origins.get(_identity(obj))
-        return None if origin is None else _Role(obj, origin, 0)
+    def _compare(self) -> None:
+        """See of what is known whether it is held by as many as when it was counted last."""
+        for role in self._roles.values():
+            role.unchanged = role.others is not None and role.others == role.references()
 
-    def _replacing(self, one: object, other: object) -> tuple[_Role, bool]:
-        """The role of an object that another is to replace, and whether that one stood there before."""
-        role, next_role = self._role(one), self._role(other)
-        if role is None:
-            origin = self._origins[_identity(one)] = _Origin(one)
-            role = _Role(one, origin, 0)
-        known = next_role is not None and next_role.origin is role.origin
-        if not known:
+    def _count(self, numbers: Set[int]) -> None:
+        """Count who holds some objects, as far as they are still known."""
+        for number in numbers & self._roles.keys() if _are_counted() else ():
+            self._roles[number].others = self._roles[number].references()
+
+    def _note(self, one: object, other: object) -> None:
+        """Note that an object is to replace another."""
+        role = self._roles.setdefault(_identity(one), _Role(one, _Origin(), 0))
+        known = self._roles.get(_identity(other))
+        if known is None or known.origin is not role.origin:
             role.origin.standing += 1
-            shared = next_role is not None and next_role.number > 0
-            self._standing[_identity(other)] = _Role(other, role.origin, role.origin.standing, shared=shared)
-        return role, known and next_role is not None and next_role.number < role.number
+            shared = known is not None and known.number > 0
+            number = role.origin.standing
+            # What is new has no name: only what it stands for is looked for.
+            self._roles[_identity(other)] = _Role(
+                other, role.origin, number, shared=shared, unchanged=known is None
+            )
 
-    def _look_through(self, changes: Sequence[_Change]) -> None:
-        """Find all names of objects, and learn how many references they have beside them."""
+    def _leave(self, one: object, other: object) -> None:
+        """Forget an object that stood for another that is back."""
+        role, back = self._roles.get(_identity(one)), self._roles.get(_identity(other))
+        if role is not None and back is not None and back.origin is role.origin and back.number < role.number:
+            role.origin.standing -= 1
+            del self._roles[_identity(one)]
+
+    def _look_through(self, roles: Sequence[_Role]) -> None:
+        """Find all names of objects."""
         self.sweeps += 1
-        table = {_identity(change.role.obj): change.role.origin.places for change in changes}
-        before = [len(change.role.origin.bound(change.role.obj)) for change in changes]
+        self._looked_at = len(self._modules)
+        table = {_identity(role.obj): role.origin.places for role in roles}
         wanted = set(table)
         for path, module in list(self._modules.items()):
             if not isinstance(module, ModuleType) or path.partition(".")[0] == _OURS:
@@ -215,33 +191,22 @@ class NameBindings:
             for name, value in list(names.items()):
                 if (number := _identity(value)) in table:
                     table[number].add((place, name))
-        for change, known in zip(changes, before, strict=True):
-            role, learnt = change.role, change.role.learnt
-            references = change.references - (len(role.origin.bound(role.obj)) - known)
-            if not change.back:
-                learnt.forth = references
-            elif role.others is not None:
-                learnt.learn_fewer(role.others - references)
+
+
+def _of(pairs: Pairs) -> Set[int]:
+    """What pairs are of."""
+    return {_identity(obj) for pair in pairs for obj in pair}
 
 
 def _followed(pairs: Pairs) -> dict[int, object]:
-    """What at last replaces the first object of each pair: what one gives another may replace."""
-    following = {_identity(one): other for one, other in pairs}
-
-    def last(obj: object) -> object:
-        while (number := _identity(obj)) in following:
-            obj = following[number]
-        return obj
-
-    return {number: last(other) for number, other in following.items()}
-
-
-def _references(obj: object, role: _Role) -> int:
-    """References to an object that are neither names that are known nor those of classes below it.
-
-    A class below one may wait to be collected.
-    """
-    return sys.getrefcount(obj) - len(role.origin.bound(obj)) - _held_by_classes(obj)
+    """What names of the first object of each pair are bound to at last: what one gives, a later one may replace."""
+    into: dict[int, object] = {}
+    given: dict[int, list[int]] = {}  # by what names are bound to so far: whose names
+    for one, other in pairs:
+        whose = [*given.pop(_identity(one), ()), _identity(one)]
+        into.update(dict.fromkeys(whose, other))
+        given.setdefault(_identity(other), []).extend(whose)
+    return into
 
 
 def _held_by_classes(obj: object) -> int:

@@ -104,13 +104,12 @@ class PatchStack:
         found = list(pairs)
         # A module that is imported while the patch stands binds the new objects by itself, so the undo asks for all
         # names again: once for all that was rebound, since names are found by identity in any order.
-        _bindings.expect(found)
         self._rebound += [(new, old) for old, new in found]
         self.call(self._bind_back)
         return _rename(found)
 
     def _bind_back(self) -> None:
-        back, self._rebound = self._rebound, []
+        back, self._rebound = self._rebound[::-1], []
         if back:
             _rename(back)
 
@@ -146,21 +145,20 @@ _waiting: list[list[tuple[object, object]]] = []
 
 @contextmanager
 def together() -> Iterator[None]:
-    """Rebind at once, at the end, all that any stack rebinds or binds back in the block.
+    """Rebind at once, at the end, all that any stack rebinds or binds back in the block, also where the block fails.
 
-    To look for names takes most of the time of patching. Where the block fails nothing is renamed: undo the stacks
-    after it.
+    To look for names takes most of the time of patching. No object that is replaced, and nothing that replaces one, may
+    be held by the caller's own variables when the block ends: see NOTE [Who else holds it].
     """
     if _waiting:
         yield
         return
-    mine: list[tuple[object, object]] = []
-    _waiting.append(mine)
-    try:
-        yield
-    finally:
-        _waiting.clear()
-    _bindings.swap(mine)
+    with _bindings.gathered() as pairs:
+        _waiting.append(pairs)
+        try:
+            yield
+        finally:
+            _waiting.clear()
 
 
 def _rename(pairs: list[tuple[object, object]]) -> int:

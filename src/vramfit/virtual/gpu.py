@@ -278,10 +278,11 @@ class VirtualGPU:
     def _put_back(self) -> None:
         """Undo the patches of torch and of files, then remove what was set aside."""
         atexit.unregister(self._put_back)
-        with together():
-            self._patches.undo()
-            self._files.close()
-        self._folder.close()
+        with contextlib.ExitStack() as undo:  # the last one first
+            undo.callback(self._folder.close)
+            undo.enter_context(together())
+            undo.callback(self._files.close)
+            undo.callback(self._patches.undo)
 
     # -- results -------------------------------------------------------------------------------------------------
 
