@@ -98,7 +98,8 @@ def perform(calls: Any, root: Path, operation: tuple[Any, ...], number: int) -> 
                 found = calls.stat(path)
                 return found.st_mode, 0 if modes.S_ISDIR(found.st_mode) else found.st_size
             case "scan":
-                return sorted((e.name, e.is_dir(), e.is_file(), e.is_symlink()) for e in calls.scandir(path))
+                with calls.scandir(path) as entries:  # one of them may fail
+                    return sorted((e.name, e.is_dir(), e.is_file(), e.is_symlink()) for e in entries)
             case _:
                 getattr(calls, what)(path, *more)
     except OSError as error:

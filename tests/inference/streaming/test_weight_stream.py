@@ -158,6 +158,33 @@ def test_weights_that_are_changed_between_calls_are_brought_anew() -> None:
         assert torch.equal(model(ids), other(ids))
 
 
+@settings(max_examples=50, deadline=None)
+@given(
+    steps=st.lists(st.tuples(st.integers(0, 4), st.none() | st.integers(0, 4)), min_size=1, max_size=20),
+    slots=st.integers(2, 4),
+)
+def test_layers_whose_weights_are_changed_while_another_is_called(
+    steps: list[tuple[int, int | None]], slots: int
+) -> None:
+    model, _ = _made()
+    plain = copy.deepcopy(model)
+    x = torch.rand(2, 8)
+    changes: list[int] = []
+
+    def change(*_: object) -> None:
+        for number in changes:
+            for one in (model, plain):
+                one.blocks[number].up.weight.add_(1.0)
+
+    with streaming(model, slots=slots), torch.no_grad():
+        for block in model.blocks:
+            block.norm.register_forward_hook(change)
+        for number, changed in [*((number, None) for number in (*range(5), *range(5))), *steps]:
+            changes[:] = () if changed in (None, number) else [changed]
+            ours = model.blocks[number](x)
+            assert torch.equal(ours, plain.blocks[number](x))
+
+
 @pytest.mark.parametrize("surrounding", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 def test_in_each_mode_of_autograd_and_from_one_to_the_next(surrounding: type) -> None:
     model, ids = _made()

@@ -250,10 +250,10 @@ class WeightStream:
             if any(slot.holds(weights) for slot in self._slots):
                 continue
             self._source.prepare(weights)
-            slot = next(
-                one
-                for one in self._slots
-                if not one.users and (one.layer is weights or one.layer not in wanted)
+            free = [slot for slot in self._slots if not slot.users]
+            # Where its weights were, if they were written to since: in two slots it would take another's room.
+            slot = next((slot for slot in free if slot.layer is weights), None) or next(
+                slot for slot in free if slot.layer not in wanted
             )
             if not self._source.ready(weights):
                 return
