@@ -227,8 +227,10 @@ class TestFit:
 
     def test_the_fewest_cards(self, vramfit: Command, ranks: Ranks) -> None:
         ranks.result = lambda _: QUICK if ranks.calls[-1][1].place.world_size > 2 else oom_run()  # type: ignore[union-attr]
-        found = vramfit("fit", "train.py", "--gpu", "RTX 4090", "--ranks", "auto", "--", "--lr", "1")
+        line = ("--gpu", "RTX 4090", "--ranks", "auto", "--assume", "typical,imbalance=2", "--", "--lr", "1")
+        found = vramfit("fit", "train.py", *line)
         assert found.code == 0
+        assert {options.assume for _, options in ranks.calls} == {"typical,imbalance=2"}
         assert found.out.startswith("✓ 4 cards RTX 4090 do: ")
         assert {tuple(command) for command, _ in ranks.calls} == {("train.py", "--lr", "1")}
         assert sorted({place.world_size for place in ranks.places}) == [1, 2, 4]
@@ -265,6 +267,8 @@ class TestFit:
             ("--ranks many", "--ranks many is not a number of cards"),
             ("--ranks auto --largest batch-size", "--ranks auto looks for the number of cards"),
             ("--per-node 4", "--per-node is for a script with --ranks"),
+            ("--assume typical", "--assume is for a script with --ranks"),
+            ("--ranks auto --assume most", "most"),
             ("--ranks 4 --largest bs -- --bs big", "the script's --bs is 'big', not a whole number"),
         ],
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,6 +13,10 @@ from vramfit.cli.printing import check_outputs, print_result, showing, wide_cons
 from vramfit.cli.ranks import PANEL, PerNode
 from vramfit.errors import UsageError
 from vramfit.launch.limits import limits_from
+from vramfit.virtual.data_dependent.assume import Assume, assumption
+
+if TYPE_CHECKING:
+    from vramfit.virtual.virtual_run import VirtualRun
 
 DOES_NOT_FIT = 3
 
@@ -55,6 +59,15 @@ def fit_command(
             metavar="N", min=1, help="Cards to try at most.", show_default="64", rich_help_panel=PANEL
         ),
     ] = None,
+    assume: Annotated[
+        str | None,
+        typer.Option(
+            metavar=options.ASSUMED_FORM,
+            help="As for vramfit run: what to take for sizes that depend on data.",
+            show_default="upper",
+            rich_help_panel=PANEL,
+        ),
+    ] = None,
     steps: options.Steps = None,
     size: options.Sizes = None,
     plan: Annotated[Path | None, typer.Option(metavar="PLAN.toml", help="Apply this plan first.")] = None,
@@ -79,8 +92,9 @@ def fit_command(
         sought = FitOptions(
             ranks=ranks, per_node=per_node, largest=largest, at_least=at_least, most=most_ranks
         )
-        _of_ranks(workload, arguments or [], sought, gpu=gpu, conf=alloc_conf, steps=steps, json=json)
-    _refuse_script_options(arguments, steps=steps, per_node=per_node, most_ranks=most_ranks)
+        where = _where(gpu, alloc_conf, assume, steps)
+        fit_ranks(workload, arguments or [], where, sought, json)
+    _refuse_script_options(arguments, steps=steps, per_node=per_node, most_ranks=most_ranks, assume=assume)
     room = options.room_of(gpu, device, budget, margin, host_budget, alloc_conf)
     with showing() as progress:
         from vramfit.planner.planner_run import fit_in_child
@@ -106,25 +120,24 @@ def fit_command(
         raise typer.Exit(DOES_NOT_FIT)
 
 
-def _of_ranks(
-    script: str,
-    arguments: list[str],
-    sought: FitOptions,
-    *,
-    gpu: str | None,
-    conf: str | None,
-    steps: str | None,
-    json: Path | None,
-) -> None:
-    """Search with ranks of a script; ends the command."""
+def _where(gpu: str | None, conf: str | None, assume: str | None, steps: str | None) -> VirtualRun:
+    """Where ranks of a script run.
+
+    Raises:
+        UsageError: no card is given, or an option is wrong.
+    """
     from vramfit.gpus import find_gpu
     from vramfit.virtual.virtual_run import VirtualRun
 
     if gpu is None:
         raise UsageError("no card is given", "Choose one with --gpu NAME, such as --gpu H100")
     options.check_alloc_conf(conf)
-    where = VirtualRun(gpu=find_gpu(gpu), alloc_conf=conf, limits=limits_from(steps, None))
-    fit_ranks(script, arguments, where, sought, json)
+    return VirtualRun(
+        gpu=find_gpu(gpu),
+        alloc_conf=conf,
+        assume=assumption(Assume.UPPER.value if assume is None else assume).text,
+        limits=limits_from(steps, None),
+    )
 
 
 def _refuse_script_options(arguments: list[str] | None, **given: object) -> None:

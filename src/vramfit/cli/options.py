@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _MOST_GPUS = 8
 
 ASSUMED = "What is assumed"
+ASSUMED_FORM = "upper|typical[,imbalance=K]"
 ENDING = "When it ends, and the files that it writes"
 WRITTEN = "What is written"
 COMPARED = "A real run to compare with"
@@ -122,7 +123,7 @@ AllocConf = Annotated[
 AssumedSizes = Annotated[
     str,
     typer.Option(
-        metavar="upper|typical[,imbalance=K]",
+        metavar=ASSUMED_FORM,
         autocompletion=lambda: [one.value for one in Assume],
         help="What to take for sizes that depend on data: the most, or what is to be expected; and for experts on "
         "several cards that a rank receives K times its even share of tokens.",
