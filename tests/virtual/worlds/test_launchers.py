@@ -132,5 +132,29 @@ def test_accelerate_reads_its_configuration_and_tells_its_variables(tmp_path: Pa
     )
     with pytest.raises(UsageError, match="5 processes cannot be divided among 2 machines"):
         launched(odd.split(), 8)
-    with pytest.raises(UsageError, match="to use DeepSpeed, Megatron-LM, a TPU or the CPU"):
+    with pytest.raises(UsageError, match="to use Megatron-LM, a TPU or the CPU"):
         launched(["accelerate", "launch", "--cpu", "t.py"], 8)
+
+
+def test_accelerate_tells_what_deepspeed_is_to_do(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    options = (
+        "--use_deepspeed --num_processes 4 --zero_stage 3 --mixed_precision bf16 --gradient_clipping 1.0"
+    )
+    found = read(f"accelerate launch {options} train.py --lr 1")
+    assert (found.per_node, found.nodes, found.program) == (4, 1, ("train.py", "--lr", "1"))
+    assert found.environ["ACCELERATE_USE_DEEPSPEED"] == "true"
+    assert found.environ["ACCELERATE_DEEPSPEED_ZERO_STAGE"] == "3"
+    assert found.environ["ACCELERATE_GRADIENT_CLIPPING"] == "1.0"
+    assert found.environ["ACCELERATE_CONFIG_DS_FIELDS"] == ""
+    config = tmp_path / "zero.yaml"
+    config.write_text(
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\nmachine_rank: 0\nmixed_precision: bf16\n"
+        "num_machines: 2\nnum_processes: 8\nmain_process_ip: a\nmain_process_port: 1\n"
+        "deepspeed_config:\n  zero_stage: 2\n  deepspeed_multinode_launcher: pdsh\n"
+    )
+    several = read(f"accelerate launch --config_file {config} train.py")
+    assert (several.per_node, several.nodes, several.program) == (4, 2, ("train.py",))
+    assert several.environ["ACCELERATE_DEEPSPEED_ZERO_STAGE"] == "2"
+    told = several.environ["ACCELERATE_CONFIG_DS_FIELDS"].split(",")
+    assert told == ["zero_stage", "deepspeed_multinode_launcher", "mixed_precision"]

@@ -274,7 +274,7 @@ def _accelerate(name: str, arguments: list[str], cards: int) -> Launched:
         arguments = arguments[1:]
     try:
         from accelerate.commands import launch
-        from accelerate.utils.launch import prepare_multi_gpu_env
+        from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
     except ImportError:
         raise UsageError("accelerate is not installed", "Install it: pip install accelerate") from None
     parser = launch.launch_command_parser()
@@ -283,13 +283,13 @@ def _accelerate(name: str, arguments: list[str], cards: int) -> Launched:
     if options.num_processes is None and not _configured(options):
         options.num_processes = cards
     try:
-        options = launch._validate_launch_command(options)[0]
+        options, settings, with_precision = launch._validate_launch_command(options)
     except ValueError as error:
         raise UsageError(f"accelerate launch: {error}", "Write it as it runs on cards") from None
-    if options.use_deepspeed or options.use_megatron_lm or options.tpu or options.cpu:
+    if options.use_megatron_lm or options.tpu or options.cpu:
         raise UsageError(
-            "accelerate launch is to use DeepSpeed, Megatron-LM, a TPU or the CPU",
-            "Choose distributed_type MULTI_GPU or FSDP",
+            "accelerate launch is to use Megatron-LM, a TPU or the CPU",
+            "Choose distributed_type MULTI_GPU, FSDP or DEEPSPEED",
         )
     if options.no_python:
         raise UsageError("--no_python starts a program that is not Python's", "Give its Python script itself")
@@ -301,7 +301,17 @@ def _accelerate(name: str, arguments: list[str], cards: int) -> Launched:
     options.num_machines, options.num_processes = machines, processes
     options.main_process_port = 0  # a free one: nobody listens
     before = dict(os.environ)
-    environ = prepare_multi_gpu_env(options)
+    if options.use_deepspeed:
+        # As accelerate's own launch_command does: a DeepSpeed file must not say anew what its configuration file says.
+        said = [
+            *(settings.deepspeed_config if settings else ()),
+            *["mixed_precision"][: bool(with_precision)],
+        ]
+        options.deepspeed_fields_from_accelerate_config = ",".join(said)
+        # Beside the command of DeepSpeed's own launcher, which starts the same program on several machines.
+        environ = prepare_deepspeed_cmd_env(options)[1]
+    else:
+        environ = prepare_multi_gpu_env(options)
     return Launched(
         launcher="accelerate launch",
         program=_program(options.training_script, options.training_script_args, module=options.module),
