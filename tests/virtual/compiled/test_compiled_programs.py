@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from typing import Any
 
 import pytest
@@ -62,6 +64,16 @@ def test_a_compiled_step_is_labelled_attributed_and_smaller(gpu: VirtualGPU) -> 
     lines = {user_frame([trace.frames[i] for i in trace.stacks[trace.stack[row]]]) for row in fused}
     assert {frame.filename for frame in lines if frame} == {__file__}
     assert {frame.name.rpartition(".")[2] for frame in lines if frame} == {"forward", "step"}
+
+
+def test_the_compiler_may_be_reset_before_its_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "torch._inductor.cudagraph_trees")
+    original = torch._dynamo.reset
+    with VirtualGPU("H100"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # parts of torch that others of its parts call deprecated
+        torch._dynamo.reset()
+    assert "torch._inductor.cudagraph_trees" in sys.modules
+    assert torch._dynamo.reset is original
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

@@ -45,13 +45,13 @@ class Compiler:
         self._installed = True
         with self._outside(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # parts of torch that others of its parts call deprecated
-            _load_graph_trees()
+            load_graph_trees()
             from vramfit.virtual.compiled import dynamo, inductor
         inductor.install(self._mode, self._outside, self._patches)
         dynamo.install(self._mode, self._outside, self._patches)
 
 
-def _load_graph_trees() -> None:
+def load_graph_trees() -> None:
     """Load what `torch._dynamo.reset` asks for as the build has it: a CPU build lacks what a card's would import."""
     with PatchStack() as patches:
         if not hasattr(torch._C, "_cuda_CUDAAllocator_AllocatorState"):

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
 from torch._library import simple_registry
 
 from vramfit.launch import threads
-from vramfit.patching import PatchStack
-from vramfit.virtual.compiled import Compiler
+from vramfit.patching import PatchStack, after_import
+from vramfit.virtual.compiled import Compiler, load_graph_trees
 from vramfit.virtual.op_runner import OpRunner
 from vramfit.virtual.torch_patches import (
     card_routes,
@@ -60,6 +60,19 @@ def _patch_compile(mode: OpRunner, patches: PatchStack) -> None:
         return original(*args, **kwargs)
 
     patches.set(torch, "compile", compile)
+
+    def resettable(dynamo: ModuleType) -> None:
+        reset = dynamo.reset
+
+        @functools.wraps(reset)
+        def reset_here() -> None:
+            """Reset the compiler; before a first use it has not loaded what torch resets for a card."""
+            load_graph_trees()
+            reset()
+
+        patches.set(dynamo, "reset", reset_here)
+
+    after_import({"torch._dynamo": resettable}, patches)
 
 
 def _shorten_dispatch(mode: OpRunner, patches: PatchStack) -> None:
