@@ -56,7 +56,8 @@ help:
 env: $(STAMP)
 
 # The stamp is written last: an environment without it is half built and starts afresh, one with an old stamp
-# is brought up to date.
+# is brought up to date. Modules are compiled on all cores afterwards; pip does it on one. Some packages ship files that
+# no Python 3 compiles.
 $(STAMP): pyproject.toml constraints.txt
 	@set -e; \
 	if [ ! -e $@ ]; then \
@@ -79,11 +80,12 @@ $(STAMP): pyproject.toml constraints.txt
 		"$$python" -m venv "$(VENV)"; \
 	fi; \
 	echo "== [2/3] Installing PyTorch and the build tool (some minutes the first time)"; \
-	$(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt \
+	$(BIN)/python -m pip install --disable-pip-version-check --no-compile $(PIP_ARGS) -c constraints.txt \
 		torch hatchling editables; \
 	echo "== [3/3] Installing vramfit, the examples' libraries and the checkers"; \
-	$(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt \
+	$(BIN)/python -m pip install --disable-pip-version-check --no-compile $(PIP_ARGS) -c constraints.txt \
 		--no-build-isolation -e '.[test,lint,examples,frameworks]'; \
+	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true; \
 	touch $@; \
 	echo "== The environment is ready in $(VENV)"
 
