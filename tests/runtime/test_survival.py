@@ -57,6 +57,24 @@ def test_a_second_failure_in_the_optimizer_steps_parameter_by_parameter() -> Non
     assert found.equals(plain)
 
 
+def test_a_scaler_of_whose_two_tensors_one_came_before_the_shortage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first use of a scaler makes its scale, and then what counts steps; with one alone torch refuses to go on."""
+    (subject,) = [one for one in SUBJECTS if "scaler" in one.name]
+    plain = train(subject, STEPS)
+    full, refused = torch.full, []
+
+    def short(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if kwargs.get("dtype") is torch.int32 and not refused:
+            refused.append(args)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. (a test's)")
+        return full(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "full", short)
+    found = train(subject, STEPS)
+    assert len(refused) == 1
+    assert found.equals(plain)
+
+
 def _mean() -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3)).double()

@@ -69,6 +69,9 @@ class ModuleState:
             now.update(self.buffers)
 
 
+_SCALE = ("_scale", "_growth_tracker")
+
+
 class StepState:
     """A step's beginning: random states, buffers, gradients that are there already, and a scaler's bookkeeping.
 
@@ -86,6 +89,8 @@ class StepState:
         self._buffers = [(buffer, copied(buffer)) for buffer in model.buffers()]
         self._scaler = scaler
         self._unscaled = {} if scaler is None else dict(_per_optimizer(scaler))
+        # They come with the scaler's first use, one after the other; with one of them alone it cannot be used.
+        self._scale = {} if scaler is None else {name: getattr(scaler, name) for name in _SCALE}
         self._before = [(p, p.grad) for p in model.parameters() if p.grad is not None]
         self._parameters = list(model.parameters())
         for parameter, _ in self._before:
@@ -104,6 +109,8 @@ class StepState:
             states = _per_optimizer(self._scaler)
             states.clear()
             states.update(self._unscaled)
+            for name, tensor in self._scale.items():
+                setattr(self._scaler, name, tensor)
         self._random.restore()
 
     def join_gradients(self) -> None:
