@@ -327,7 +327,7 @@ def subjects() -> dict[str, Subject]:
     """By name, the headline first; ``sample`` is for tests and is tried only where it is named."""
     plain, chunked = language_model(gpt2(), 50257, 2, 512)
     little, cut = language_model(
-        gpt2(n_layer=4, n_embd=128, n_head=4, vocab_size=2048, n_positions=128), 2048, 2, 128
+        gpt2(n_layer=2, n_embd=128, n_head=4, vocab_size=2048, n_positions=128), 2048, 2, 128
     )
     coarse = (0.0, 0.25, 0.5, 0.75, 1.0)
     found = [
@@ -387,7 +387,7 @@ def subjects() -> dict[str, Subject]:
         ),
         Subject(
             name="sample",
-            title="GPT-2 of 4 blocks of width 128, batch 2 x 128",
+            title="GPT-2 of 2 blocks of width 128, batch 2 x 128",
             workload=little,
             chunked=cut,
             budgets=lambda peak: tenths(4, 8)(peak)[::2],

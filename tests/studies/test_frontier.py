@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import frontier
@@ -16,6 +19,7 @@ from frontier_parts.peers import Peer
 from frontier_parts.rows import Found, Kept, Row, budgeted, settings
 from frontier_parts.subjects import MIB, Subject, subjects
 from frontier_parts.table import Verdict, judge, page
+from tests import warm
 from tests.virtual.conftest import fit_interpreter
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -52,7 +56,7 @@ def test_a_model_without_values_is_made_of_any_kind_of_weights() -> None:
 
 
 def test_a_step_computes_what_its_layers_say(sample: Subject) -> None:
-    tokens, width, words, blocks = 2 * 128, 128, 2048, 4
+    tokens, width, words, blocks = 2 * 128, 128, 2048, 2
     forward = 2 * tokens * width * (blocks * 12 * width + words)
     found = measuring.arithmetic(sample.workload)
     assert found.flops == 3 * forward
@@ -73,12 +77,20 @@ def test_the_peak_is_what_lies_above_parameters_and_gradients(sample: Subject) -
     assert whole.arithmetic.flops > plain.arithmetic.flops
 
 
+def warm_worker(command: list[str], *, env: dict[str, str], **options: Any) -> warm.Popen:
+    """The same process, with everything imported; it finds the study by its folder, as forks cannot by a variable."""
+    assert env["PYTHONPATH"].split(os.pathsep)[0] == str(frontier.HERE)
+    return warm.Popen(command, cwd=frontier.HERE, **options)
+
+
 @pytest.fixture(scope="module")
 def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[frontier.Worker]:
     """The process that works out rows of the sample."""
-    made = frontier.Worker(subjects()["sample"], 500.0, tmp_path_factory.mktemp("worker") / "log")
-    yield made
-    made.stop()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(frontier, "subprocess", SimpleNamespace(Popen=warm_worker, PIPE=subprocess.PIPE))
+        made = frontier.Worker(subjects()["sample"], 500.0, tmp_path_factory.mktemp("worker") / "log")
+        yield made
+        made.stop()
 
 
 @pytest.mark.slow
