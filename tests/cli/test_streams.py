@@ -6,7 +6,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -94,23 +95,47 @@ def test_an_error_that_nobody_can_read_keeps_its_code(trace: Path) -> None:
         assert run("gpus nonesuch", trace, stdout=subprocess.PIPE, stderr=full).returncode == 2
 
 
+CLOSED = """
+import os, runpy, sys
+for fd, name in enumerate(("stdin", "stdout", "stderr")):
+    if str(fd) in sys.argv[1]:  # as an interpreter finds it that a shell starts so
+        os.close(fd)
+        setattr(sys, name, None)
+        setattr(sys, f"__{name}__", None)
+del sys.argv[1]
+runpy.run_module("vramfit", run_name="__main__", alter_sys=True)
+"""
+"""``vramfit`` with these of its streams closed, in a fork."""
+
+
+def with_closed(streams: str, command: list[str]) -> subprocess.CompletedProcess[bytes]:
+    return warm.run([sys.executable, "-c", CLOSED, streams, *command], capture_output=True)
+
+
+def closed_by_the_shell(command: list[str]) -> subprocess.CompletedProcess[bytes]:
+    shell = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-m", "vramfit"]
+    return subprocess.run([*shell, *command], capture_output=True, check=False)
+
+
 @pytest.mark.skipif(os.name != "posix", reason="needs a shell")
-@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
-def test_streams_that_the_shell_closed_lead_nowhere(closed: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "start",
+    [partial(with_closed, "0"), partial(with_closed, "1"), partial(with_closed, "2"), closed_by_the_shell],
+    ids=["<&-", ">&-", "2>&-", "<&- >&- 2>&-"],
+)
+def test_streams_that_the_shell_closed_lead_nowhere(
+    start: Callable[[list[str]], subprocess.CompletedProcess[bytes]], tmp_path: Path
+) -> None:
     """What is printed there gets into no file that happens to be opened next, of a child either."""
     program, told = tmp_path / "program.py", tmp_path / "told.json"
     program.write_text(
         "import os, sys\nprint('printed')\nprint('told', file=sys.stderr)\nos.write(1, b'raw')\nos.write(2, b'raw')\n"
     )
-    command = [sys.executable, "-m", "vramfit", "run", "--gpu", "24GiB", "--json", str(told), str(program)]
-    done = subprocess.run(
-        ["sh", "-c", f'exec "$@" {closed}', "sh", *command], capture_output=True, check=False
-    )
+    done = start(["run", "--gpu", "24GiB", "--json", str(told), str(program)])
     assert (done.returncode, b"Traceback" in done.stderr) == (0, False), done.stderr
     assert json.loads(told.read_text())["exit_code"] == 0
 
 
-@pytest.mark.skipif(os.name != "posix", reason="needs a shell")
 def test_a_plan_needs_no_standard_error(tmp_path: Path) -> None:
     workload, plan = tmp_path / "workload.py", tmp_path / "plan.toml"
     workload.write_text(
@@ -118,18 +143,7 @@ def test_a_plan_needs_no_standard_error(tmp_path: Path) -> None:
         "workload = Workload(model=lambda: torch.nn.Linear(4, 4), batch=lambda n: torch.randn(n, 4),\n"
         "    sizes={'n': 2}, loss=lambda model, batch: model(batch).sum())\n"
     )
-    command = [
-        sys.executable,
-        "-m",
-        "vramfit",
-        "plan",
-        f"{workload}:workload",
-        "--gpu",
-        "24GiB",
-        "-o",
-        str(plan),
-    ]
-    done = subprocess.run(["sh", "-c", 'exec "$@" 2>&-', "sh", *command], capture_output=True, check=False)
+    done = with_closed("2", ["plan", f"{workload}:workload", "--gpu", "24GiB", "-o", str(plan)])
     assert done.returncode == 0, done.stdout
     assert plan.exists()
 

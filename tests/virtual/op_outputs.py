@@ -2,10 +2,9 @@
 
 Forward and, where an op has a derivative, backward; for real, integer and complex numbers. torch's test
 helpers freeze global settings when they are imported, and a backward pass on the CPU must not come before the virtual
-GPU's, so the CPU's results are computed in a process of its own, by this program too.
+GPU's, so the CPU's results are computed in a fork, before there is a virtual GPU.
 
     python op_outputs.py            prints one JSON object
-    python op_outputs.py FILE       writes the CPU's results only
 """
 
 from __future__ import annotations
@@ -13,12 +12,13 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import subprocess
 import sys
 import tempfile
+import traceback
 import types
 import unittest
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -93,12 +93,12 @@ def run(op: Any, sample: Any, device: str, grad: bool) -> tuple[Any, Any]:
     return results, facts(torch.autograd.grad(total, inputs, allow_unused=True))  # type: ignore[arg-type]
 
 
-def on_the_cpu(path: Path) -> None:
+def on_the_cpu(samples: list[tuple[str, Any, Any, bool]], path: Path) -> None:
     """Write the results of every case, None where the CPU has no such op."""
     import torch
 
     found: list[Any] = []
-    for _, op, sample, grad in cases():
+    for _, op, sample, grad in samples:
         torch.manual_seed(0)
         try:
             found.append(run(op, sample, "cpu", grad))
@@ -107,19 +107,31 @@ def on_the_cpu(path: Path) -> None:
     path.write_bytes(pickle.dumps(found))
 
 
+def in_a_fork(work: Callable[[], None]) -> None:
+    """Do it in a fork of this process, which goes on untouched; raises if it fails."""
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    if status:
+        raise RuntimeError(f"the results of the CPU ended with status {status}")
+
+
 def main() -> None:
     """Print one JSON object."""
     warnings.simplefilter("ignore")
     import torch
 
     torch.set_num_threads(1)
-    if len(sys.argv) > 1:
-        on_the_cpu(Path(sys.argv[1]))
-        sys.stdout.flush()
-        os._exit(0)
+    samples = cases()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "cpu.pickle"
-        subprocess.run([sys.executable, __file__, str(file)], check=True, timeout=300)
+        in_a_fork(lambda: on_the_cpu(samples, file))
         real = pickle.loads(file.read_bytes())  # our own, written a moment ago
 
     from vramfit.virtual.gpu import VirtualGPU
@@ -128,7 +140,7 @@ def main() -> None:
     errors: dict[str, str] = {}
     different: dict[str, Any] = {}
     with VirtualGPU("RTX 4090", alloc_conf=""):
-        for (name, op, sample, grad), expected in zip(cases(), real, strict=True):
+        for (name, op, sample, grad), expected in zip(samples, real, strict=True):
             if expected is None:
                 continue
             try:

@@ -91,10 +91,11 @@ def project(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("how", ["script elsewhere", "module"])
 def test_a_program_finds_the_interpreter_that_python_gives_it(project: Path, how: str) -> None:
-    environ = {**os.environ, "VRAMFIT_TEST_VARIABLE": "set", "PYTHONDONTWRITEBYTECODE": "1"}
+    environ, start = {**os.environ, "VRAMFIT_TEST_VARIABLE": "set"}, warm.run
     if how == "module":
         cwd, program = project / "code", ["-m", "package.tool"]
         write(cwd / "data.txt", "the data\n")
+        environ["PYTHONDONTWRITEBYTECODE"], start = "1", subprocess.run
     else:
         cwd, program = project / "work", ["../code/mirror.py"]
     arguments = [*program, "--gpu", "its own", "a b", ""]
@@ -102,7 +103,7 @@ def test_a_program_finds_the_interpreter_that_python_gives_it(project: Path, how
     real = subprocess.run(
         [sys.executable, *arguments], capture_output=True, text=True, check=False, **options
     )
-    done = cli("run", "--gpu", GPU, *arguments, start=subprocess.run, **options)
+    done = cli("run", "--gpu", GPU, *arguments, start=start, **options)
     assert real.returncode == 3 and "at exit" in real.stdout, real.stderr
     assert done.returncode == real.returncode, done.stderr
 
@@ -132,7 +133,7 @@ def test_an_uncaught_error_shows_the_users_frames_alone(tmp_path: Path) -> None:
         main()
         """,
     )
-    done = cli("run", "--gpu", GPU, script, start=subprocess.run)
+    done = cli("run", "--gpu", GPU, script)
     assert done.returncode == 1
     assert "Traceback (most recent call last):" in done.stderr
     files = set(re.findall(r'File "([^"]+)"', done.stderr))
@@ -259,7 +260,7 @@ def test_signals_reach_the_program(tmp_path: Path) -> None:
 @pytest.mark.parametrize("send", [os.killpg, os.kill], ids=["of all", "of the parent alone"])
 def test_an_interrupt_ends_the_program_as_python_does(tmp_path: Path, send: Any) -> None:
     script = write(tmp_path / "script.py", "import time\nprint('ready', flush=True)\ntime.sleep(60)\n")
-    with subprocess.Popen(
+    with warm.Popen(
         command("run", "--gpu", GPU, script),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
