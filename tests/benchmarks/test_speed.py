@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 from speed_parts.beside import Pairs, Round
 from speed_parts.programs import PROGRAMS
+from tests import warm
 
 ROOT = Path(__file__).parents[2]
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+    return warm.run(
         [sys.executable, ROOT / "benchmarks" / "speed.py", *arguments],
         capture_output=True,
         text=True,

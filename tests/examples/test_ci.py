@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests import warm
 
 yaml = pytest.importorskip("yaml")
 
@@ -22,15 +23,12 @@ def read(path: Path) -> Any:
     return yaml.safe_load(path.read_text())
 
 
-def environment(folder: Path) -> dict[str, str]:
-    """What a runner would have: `vramfit`, `pytest` and `python` of this interpreter on the path."""
-    scripts = folder / "bin"
-    scripts.mkdir()
-    for name, module in (("vramfit", "vramfit"), ("pytest", "pytest"), ("python", "")):
-        script = scripts / name
-        script.write_text(f'#!/bin/sh\nexec {sys.executable} {f"-m {module}" if module else ""} "$@"\n')
-        script.chmod(0o755)
-    return {**os.environ, "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}"}
+def run(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """What a runner would do with the words of a command, with `vramfit` and `pytest` of this interpreter."""
+    program, *arguments = words
+    assert program in ("vramfit", "pytest")
+    command = [sys.executable, "-m", program, *arguments]
+    return warm.run(command, cwd=folder, capture_output=True, text=True)
 
 
 @pytest.fixture
@@ -58,16 +56,10 @@ def test_the_workflow_runs_from_its_baseline_to_its_tests(project: Path) -> None
         ["pytest", "-m"],
         ["vramfit", "run"],
     ]
-    environ = environment(project)
     for command in (baseline, *commands[1:3]):
-        done = subprocess.run(
-            ["bash", "-e", "-c", command],
-            cwd=project,
-            env=environ,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        words = shlex.split(command)
+        assert "\n" not in command and shlex.join(words) == command.replace('"', "'"), "words alone, of any shell"
+        done = run(words, project)
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     assert json.loads((project / "check.json").read_text())["passed"] is True
     assert "3 tests are metered on virtual RTX 4090" in done.stdout
@@ -120,15 +112,8 @@ def test_the_configuration_names_hooks_that_exist() -> None:
 def test_the_check_hook_stops_what_does_not_fit(project: Path) -> None:
     """Run as pre-commit runs it: the entry, then the arguments."""
     [arguments] = [hook["args"] for hook in configured() if hook["id"] == "vramfit-check"]
-    done = subprocess.run(
-        [*shlex.split(hooks()["vramfit-check"]["entry"]), *arguments, "--", "--batch-size", "4096"],
-        cwd=project,
-        env=environment(project),
-        executable=str(project / "bin" / "vramfit"),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    entry = shlex.split(hooks()["vramfit-check"]["entry"])
+    done = run([*entry, *arguments, "--", "--batch-size", "4096"], project)
     assert done.returncode == 3, done.stdout + done.stderr
 
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests import warm
 from tests.files.planted import picture
 
 from vramfit.errors import UsageError
@@ -261,7 +262,7 @@ def test_a_process_that_ends_inside_a_block_leaves_nothing(tmp_path: Path) -> No
     work, temporary = tmp_path / "work", tmp_path / "temporary"
     for folder in (work, temporary):
         folder.mkdir()
-    ended = subprocess.run(
+    ended = warm.run(
         [sys.executable, "-c", LEFT],
         cwd=work,
         env={**os.environ, "TMPDIR": str(temporary)},

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests import warm
 
 import vramfit
 from vramfit.launch.host_meter import HostMemoryMeter
@@ -98,7 +99,9 @@ for step in range(8):
 def leaking(tmp_path_factory: pytest.TempPathFactory) -> vramfit.Report:
     script = tmp_path_factory.mktemp("host") / "train.py"
     script.write_text(PROGRAM, encoding="utf-8")
-    return vramfit.run(script, gpu="RTX 4090", host_memory=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vramfit.launch.interrupts.start", warm.start)
+        return vramfit.run(script, gpu="RTX 4090", host_memory=True)
 
 
 def test_a_leak_of_the_host_stands_beside_the_card(leaking: vramfit.Report) -> None:
