@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +17,7 @@ from stranger_runs import environments, manifest, running
 from stranger_runs.makers import MAKERS
 from stranger_runs.manifest import REQUIREMENTS, ManifestError, read
 from stranger_runs.outcome import Ending, Outcome, judge, load, save, share, summary, table
+from tests import warm
 
 ROOT = Path(__file__).parents[2]
 
@@ -144,9 +148,26 @@ def stranger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
+def forked(start: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Starts ``vramfit`` with everything imported; all else, which finds the study by a variable, as it is told to."""
+
+    def run(command: list[str | Path], *, env: dict[str, str], **options: Any) -> Any:
+        if "vramfit" not in command:
+            return plain(command, env=env, **options)
+        assert env["PYTHONPATH"].split(os.pathsep)[0] == str(ROOT / "src")
+        given = {name: value for name, value in env.items() if not name.startswith(warm._READ_AT_START)}
+        return start(command, env=given | warm._STARTED_WITH, **options)
+
+    return run
+
+
 def test_a_script_runs_from_its_repository_to_the_table(
-    stranger: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    stranger: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    stand_in = SimpleNamespace(**vars(subprocess))
+    stand_in.run = forked(warm.run, subprocess.run)
+    stand_in.Popen = forked(warm.Popen, subprocess.Popen)
+    monkeypatch.setattr(running, "subprocess", stand_in)
     work = tmp_path / "work"
     command = ["--work", str(work), "--mirrors", str(tmp_path / "mirrors"), "--manifest", str(stranger)]
     assert strangers.main(command) == 3  # one of two is below the goal
@@ -167,9 +188,21 @@ def test_a_group_that_does_not_install_is_told_once(tmp_path: Path, monkeypatch:
     requirements.mkdir()
     (requirements / "odd.txt").write_text(f"{tmp_path / 'missing.whl'}\n", encoding="utf-8")
     monkeypatch.setattr(environments, "REQUIREMENTS", requirements)
+    asked: list[list[Any]] = []
+
+    def run(command: list[Any], **options: Any) -> subprocess.CompletedProcess[Any]:
+        """An environment is made; its interpreter is this one, which has pip: taking pip along takes seconds."""
+        asked.append(command)
+        if command[1:3] == ["-m", "venv"]:
+            return subprocess.CompletedProcess(command, 0, command[3].mkdir(parents=True))
+        assert command[0] == tmp_path / "environments" / "odd" / "bin" / "python"
+        return subprocess.run([sys.executable, *command[1:]], **options)
+
+    monkeypatch.setattr(environments, "subprocess", SimpleNamespace(run=run))
     for _ in range(2):
-        with pytest.raises(environments.EnvironmentFailed, match="missing"):
+        with pytest.raises(environments.EnvironmentFailed, match=r"missing\.whl"):
             environments.python_of("odd", tmp_path / "environments")
+    assert [command[2] for command in asked] == ["venv", "pip"]
 
 
 def test_a_script_may_have_packages_of_its_own_versions(
