@@ -42,10 +42,15 @@ def no_searches(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mo
     monkeypatch.setenv("VRAMFIT_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "searches" / name))
 
 
-@pytest.fixture(autouse=True)
-def warm_children(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the children that vramfit starts for this process begin with everything imported (see `tests.warm`)."""
-    monkeypatch.setattr("vramfit.launch.interrupts.start", warm.start)
+@pytest.fixture(autouse=True, scope="module")
+def warm_children() -> Iterator[None]:
+    """Let the children that vramfit starts for this process begin with everything imported (see `tests.warm`).
+
+    Of modules, so that it comes before the fixtures whose children several tests share.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vramfit.launch.interrupts.start", warm.start)
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -1,5 +1,7 @@
 """The virtual GPU inside the test process."""
 
+from collections.abc import Iterator
+
 import pytest
 from tests import warm
 
@@ -13,7 +15,9 @@ def fit_interpreter() -> None:
     build_shim.self_check()
 
 
-@pytest.fixture
-def warm_children(warm_children: None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module")
+def warm_children(warm_children: None) -> Iterator[None]:
     """Let workers begin with everything imported, too."""
-    monkeypatch.setattr("vramfit.calibrate.worker.start", warm.start)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vramfit.calibrate.worker.start", warm.start)
+        yield

@@ -5,6 +5,6 @@ from __future__ import annotations
 import pytest
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def warm_children() -> None:
     """Start interpreters cold."""

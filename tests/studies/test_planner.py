@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from planner_parts import workloads
 from rich.console import Console
+from tests import warm
 
 import planner
 from planner import CASES, WORKLOADS, Case, planned, row_of, table
@@ -59,6 +62,8 @@ def test_a_case_is_planned_for_and_one_that_fails_says_why(
     )
     monkeypatch.setattr(planner, "WORKLOADS", file)
     monkeypatch.setattr(planner, "CASES", (CASE,))
+    stand_in = SimpleNamespace(run=warm.run, TimeoutExpired=subprocess.TimeoutExpired)
+    monkeypatch.setattr(planner, "subprocess", stand_in)
     out = tmp_path / "rows.json"
     assert planner.main(["--json", str(out)]) == 0
     (row,) = json.loads(out.read_text())
