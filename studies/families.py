@@ -87,7 +87,8 @@ class Worker:
         """End the process."""
         if self._process is not None:
             self._process.kill()
-            self._process.wait()
+            with contextlib.suppress(BrokenPipeError):
+                self._process.communicate()
             self._process = None
 
 

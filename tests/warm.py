@@ -57,6 +57,7 @@ _READ_LATER = frozenset(
         "PYTORCH_ALLOC_CONF",
         "PYTORCH_CUDA_ALLOC_CONF",
         "PYTORCH_NVML_BASED_CUDA_CHECK",  # accelerate and Lightning set it when they are imported
+        "TORCHAO_FORCE_SKIP_LOADING_SO_FILES",  # torchao's compiled kernels: nothing that runs on a CPU
     }
 )
 """Variables among these that are read whenever they are needed, in a torch without CUDA."""
@@ -102,6 +103,8 @@ def program_of(arguments: Sequence[str]) -> dict[str, Any] | None:
 def _uses_framework(asked: Mapping[str, Any]) -> bool:
     """Whether a program, or a file that it is given, speaks of the framework."""
     words = [str(word) for word in (asked["name"], *asked["arguments"])]
+    if asked["kind"] == "module":
+        words.append(f"{asked['name'].replace('.', os.sep)}.py")
     files = [Path(asked["cwd"], word.partition(".py:")[0] + ".py") for word in words if ".py" in word]
     return any(file.is_file() and _FRAMEWORK in file.read_text("utf-8", "replace") for file in files)
 

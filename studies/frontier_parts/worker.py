@@ -3,7 +3,7 @@
     python -m frontier_parts.worker SUBJECT
 
 The keys of rows come as lines on standard input; what is found of each goes to standard output, as a line of JSON
-behind `MARK`: libraries print there, too.
+behind `MARK`: libraries, such as transformers, print there, too.
 """
 
 from __future__ import annotations

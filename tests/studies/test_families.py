@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from tests import warm
+from tests.studies.conftest import FORKING
 
 ROOT = Path(__file__).parents[2]
 SAMPLE = ["resnet", "qwen2_vl"]
@@ -32,12 +32,13 @@ def study() -> ModuleType:
     return families
 
 
-def test_families_train_infer_and_generate(tmp_path: Path) -> None:
+def test_families_train_infer_and_generate(
+    study: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(study, "subprocess", FORKING)
     results = tmp_path / "results.jsonl"
-    command = [sys.executable, ROOT / "studies" / "families.py", "--only", *SAMPLE]
-    command += ["--results", results, "--write", tmp_path / "page.md"]
-    done = warm.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    command = ["--only", *SAMPLE, "--results", str(results), "--write", str(tmp_path / "page.md")]
+    assert study.main(command) == 0
     assert "2 of 2 families run" in (tmp_path / "page.md").read_text(encoding="utf-8")
     kept = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
     assert [entry["virtual"]["family"] for entry in kept] == SAMPLE

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import frontier
@@ -19,7 +16,7 @@ from frontier_parts.peers import Peer
 from frontier_parts.rows import Found, Kept, Row, budgeted, settings
 from frontier_parts.subjects import MIB, Subject, subjects
 from frontier_parts.table import Verdict, judge, page
-from tests import warm
+from tests.studies.conftest import FORKING
 from tests.virtual.conftest import fit_interpreter
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -77,17 +74,11 @@ def test_the_peak_is_what_lies_above_parameters_and_gradients(sample: Subject) -
     assert whole.arithmetic.flops > plain.arithmetic.flops
 
 
-def warm_worker(command: list[str], *, env: dict[str, str], **options: Any) -> warm.Popen:
-    """The same process, with everything imported; it finds the study by its folder, as forks cannot by a variable."""
-    assert env["PYTHONPATH"].split(os.pathsep)[0] == str(frontier.HERE)
-    return warm.Popen(command, cwd=frontier.HERE, **options)
-
-
 @pytest.fixture(scope="module")
 def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[frontier.Worker]:
     """The process that works out rows of the sample."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(frontier, "subprocess", SimpleNamespace(Popen=warm_worker, PIPE=subprocess.PIPE))
+        patch.setattr(frontier, "subprocess", FORKING)
         made = frontier.Worker(subjects()["sample"], 500.0, tmp_path_factory.mktemp("worker") / "log")
         yield made
         made.stop()
