@@ -23,7 +23,7 @@ SIZES = {
     "tiny": {
         "hidden_size": 256,
         "intermediate_size": 512,
-        "num_hidden_layers": 3,
+        "num_hidden_layers": 2,
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
     },

@@ -122,7 +122,7 @@ CASES = {
         signals=(("group", signal.SIGINT), ("group", signal.SIGINT)),
     ),
     "Ctrl-C": Case(body=WORKING, signals=[("group", signal.SIGINT)], cold=True),
-    "SIGTERM to all": Case(body=WORKING, signals=[("group", signal.SIGTERM)], cold=True),
+    "SIGTERM to all": Case(body=WORKING, signals=[("group", signal.SIGTERM)]),
     "SIGTERM to the child": Case(body=WORKING, signals=[("child", signal.SIGTERM)]),
     "own handler": Case(
         body="""
