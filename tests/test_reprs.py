@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from dataclasses import replace
 
 import pytest
 import torch
+from tests import warm
 
 import vramfit
 from analysis.synthetic import fitting_run, oom_run
@@ -112,7 +112,8 @@ print(gpu, gpu._repr_html_().count("<svg"))
 @pytest.fixture(scope="module")
 def virtual() -> list[str]:
     """In a process of its own: this one may have gone backward on the CPU already."""
-    return subprocess.check_output([sys.executable, "-c", _VIRTUAL], text=True).splitlines()
+    done = warm.run([sys.executable, "-c", _VIRTUAL], capture_output=True, text=True, check=True)
+    return str(done.stdout).splitlines()
 
 
 def test_of_a_virtual_gpu(virtual: list[str]) -> None:

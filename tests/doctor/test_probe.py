@@ -2,12 +2,12 @@
 
 import json
 import os
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+from tests import warm
 from tests.doctor.test_drivers import APPS, GPUS
 
 from vramfit.doctor.facts import Tool
@@ -88,7 +88,7 @@ def test_torch_on_a_card() -> None:
             found = [to_plain(probe._device(torch, index)) for index in (0, 1)]
         print(json.dumps(found))
     """
-    done = subprocess.run(
+    done = warm.run(
         [sys.executable, "-c", textwrap.dedent(code)],
         capture_output=True,
         text=True,

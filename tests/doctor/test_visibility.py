@@ -1,11 +1,11 @@
 """CUDA_VISIBLE_DEVICES is read as torch reads it."""
 
 import os
-import subprocess
 import sys
 from dataclasses import replace
 
 import pytest
+from tests import warm
 from tests.doctor.machines import CARD
 
 from vramfit.doctor.checks.visibility import Trouble, read_visible
@@ -38,7 +38,7 @@ def test_numbers_as_torch_reads_them() -> None:
     )
     import json
 
-    done = subprocess.run(
+    done = warm.run(
         [sys.executable, "-c", code, json.dumps(VALUES)],
         capture_output=True,
         text=True,

@@ -1,7 +1,6 @@
 """The examples for continuous integration: the files are valid, and what they run really runs."""
 
 import json
-import os
 import re
 import shlex
 import shutil
@@ -58,7 +57,9 @@ def test_the_workflow_runs_from_its_baseline_to_its_tests(project: Path) -> None
     ]
     for command in (baseline, *commands[1:3]):
         words = shlex.split(command)
-        assert "\n" not in command and shlex.join(words) == command.replace('"', "'"), "words alone, of any shell"
+        assert "\n" not in command and shlex.join(words) == command.replace('"', "'"), (
+            "words alone, of any shell"
+        )
         done = run(words, project)
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     assert json.loads((project / "check.json").read_text())["passed"] is True

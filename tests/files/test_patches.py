@@ -11,7 +11,6 @@ import posix
 import shutil
 import socket
 import sqlite3
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator

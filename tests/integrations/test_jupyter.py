@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import linecache
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests import warm
 
 import vramfit
 from analysis.synthetic import fitting_run
@@ -198,7 +198,7 @@ print(report.fits, report.peak_allocated_bytes, shell.published[0]["text/plain"]
 
 def test_on_a_virtual_gpu() -> None:
     """In a process of its own, as a notebook's kernel is one."""
-    found = subprocess.run(
+    found = warm.run(
         [sys.executable, "-c", _ON_A_VIRTUAL_GPU],
         cwd=Path(__file__).parents[1],
         capture_output=True,

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-import subprocess
+import os
 import sys
 import textwrap
 from pathlib import Path
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from facade_support import virtual_cuda
+from tests import warm
 
 
 @pytest.fixture
@@ -143,8 +144,9 @@ FAKE_PROGRAM = """
 
 def test_fake_tensors_under_the_facade():
     """In a child: the shim that lets a build carry fake cuda tensors stays for the life of a process."""
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(FAKE_PROGRAM)],
+    run = warm.run(
+        [sys.executable, "-c", textwrap.dedent(FAKE_PROGRAM)],
+        env={**os.environ, "PYTHONWARNINGS": "ignore"},
         capture_output=True,
         text=True,
         timeout=120,

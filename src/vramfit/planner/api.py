@@ -184,9 +184,9 @@ def fit(
 ) -> LargestSize:
     """Find the largest batch size, or another size, with which a workload's step fits.
 
-    >>> largest = vramfit.fit("mlp.py:mlp", gpu="RTX 4090", budget="2GiB")
+    >>> largest = vramfit.fit("mlp.py:mlp", gpu="RTX 4090", budget="640MiB")
     >>> largest.size, largest.value
-    ('batch_size', 31232)
+    ('batch_size', 3584)
 
     Args:
         workload: ``FILE.py:NAME``.
