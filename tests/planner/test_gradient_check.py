@@ -17,7 +17,6 @@ from vramfit.planner.candidates import key_of
 from vramfit.planner.devices.cost import StepCost
 from vramfit.planner.devices.virtual_backend import VirtualBackend
 from vramfit.planner.gradient_check import check_promises, promised_plan
-from vramfit.planner.largest_size import search_for
 from vramfit.planner.micro_batch_trial import MicroBatchVerdict
 from vramfit.planner.plan_file import PlanFigures, PlanTarget
 from vramfit.planner.plans import Plan, PlanRequest, plan_of
@@ -173,9 +172,10 @@ def test_a_technique_that_does_not_keep_its_word_is_no_part_of_the_plan(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     workload = Workload(
-        model=lambda: nn.Sequential(*(Layer() for _ in range(4))),
-        batch=lambda batch_size: torch.randn(batch_size, 256),
-        sizes={"batch_size": 1 << 15},
+        model=lambda: nn.Sequential(Layer(), Layer()),
+        # The host keeps one row of it: filling a batch takes longer than all else.
+        batch=lambda batch_size: torch.ones(1, 256).expand(batch_size, 256),
+        sizes={"batch_size": 1 << 16},
         loss=lambda model, batch: model(batch).square().mean(),
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
     )
@@ -195,12 +195,10 @@ def test_a_technique_that_does_not_keep_its_word_is_no_part_of_the_plan(
     )
     told: list[str] = []
     device.runs = 0
-    search_for(device, request, told.append)
-    search_for(device, replace(request, forbidden=frozenset({"micro-batching"})), told.append)
-    alone, device.runs = device.runs, 0
     ran = _runs_noted(monkeypatch)
     _, plan = promised_plan(device, request, told.append)
-    assert len(ran) == len(set(ran)) == device.runs == plan.solved.runs < alone
+    # Two searches, of which each begins with the plain program: a run is not made again.
+    assert len(ran) == len(set(ran)) == device.runs == plan.solved.runs
     assert [choice.name for choice in plan.choices] == ["activation-checkpointing"]
     left_out, kept = plan.notes[-2:]
     assert left_out.startswith("micro-batching is left out: compared with the model itself, the gradient of")

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from vramfit.gpus import find_gpu
-from vramfit.patching import PatchStack
+from vramfit.patching import PatchStack, together
 from vramfit.virtual import torch_cuda
 from vramfit.virtual.machine import Machine
 
@@ -18,6 +18,11 @@ def virtual_cuda(gpu: str = "RTX 4090", count: int = 1, **options: Any) -> Itera
     options.setdefault("alloc_conf", "")
     options.setdefault("visible", ",".join(map(str, range(count))))
     machine = Machine([find_gpu(gpu)] * count, **options)
-    with PatchStack() as patches:
-        torch_cuda.install(machine, patches)
+    patches = PatchStack()
+    try:
+        with together():
+            torch_cuda.install(machine, patches)
         yield machine
+    finally:
+        with together():
+            patches.undo()

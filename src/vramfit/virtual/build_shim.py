@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import platform
 import re
 import sys
@@ -58,6 +59,8 @@ _CPU_BUILD_ANSWERS: dict[str, int | float] = {
 _keep_alive: list[object] = []
 # What to write back on a CUDA build: (where, pointer). None while the shim is not in place.
 _originals: list[tuple[ctypes.c_void_p, int | None]] | None = None
+# The process in which the self-check passed: autograd's threads, once started, stay as they are, but not in a fork.
+_passed_in: int | None = None
 
 
 def install() -> None:
@@ -154,13 +157,16 @@ def platform_note() -> str:
 
 
 def self_check() -> None:
-    """Run one tiny forward and backward pass on fake ``cuda`` tensors.
+    """Run one tiny forward and backward pass on fake ``cuda`` tensors; where it passed, it is not run again.
 
     Raises:
         EnvironmentUnfitError: it failed, so nothing else would work either.
 
     A build that is unfit may abort the process instead of raising, which is why a child process runs this.
     """
+    global _passed_in
+    if _passed_in == os.getpid():
+        return
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     try:
@@ -178,6 +184,7 @@ def self_check() -> None:
         ) from error
     if not ok:
         raise EnvironmentUnfitError(f"torch {torch.__version__} lost a virtual gradient in the self-check")
+    _passed_in = os.getpid()
 
 
 def _is_cuda_build() -> bool:
