@@ -4,7 +4,9 @@ import gc
 import itertools
 import os
 import signal
+import sys
 from collections.abc import Generator, Iterator
+from types import SimpleNamespace
 
 import pytest
 from tests import warm
@@ -51,6 +53,14 @@ def warm_children() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("vramfit.launch.interrupts.start", warm.start)
         yield
+
+
+@pytest.fixture(autouse=True)
+def seeds_without_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let torch note no stack with a seed: it asks after each file of one, for each kind of device, there or not."""
+    for name in ("torch.cuda", "torch.mtia", "torch.xpu"):
+        if (module := sys.modules.get(name)) is not None:
+            monkeypatch.setattr(module, "traceback", SimpleNamespace(format_stack=list))
 
 
 @pytest.fixture(autouse=True)

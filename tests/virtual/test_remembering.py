@@ -14,6 +14,7 @@ from torch._library import simple_registry
 from torch.nn import functional as F
 
 from vramfit.trace.model import COLUMNS
+from vramfit.virtual import describe
 from vramfit.virtual.gpu import VirtualGPU
 
 
@@ -81,15 +82,42 @@ def run(program: Callable[[], None], *, remembers: bool) -> tuple[dict[str, Any]
 
 
 @pytest.mark.parametrize("program", [training, generation, switches])
-def test_remembering_changes_no_event(program: Callable[[], None]) -> None:
-    # From one line, which is in the stacks of both.
-    (plain, none), (again, plans) = (run(program, remembers=remembers) for remembers in (False, True))
+def test_remembering_changes_no_event(program: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither what ops of the same card did, nor what is known of ops from an earlier card."""
+    monkeypatch.setattr(describe, "_of_aten", {})
+    runs, known = [], []
+    for remembers in (False, True):  # from one line, which is in the stacks of both
+        runs.append(run(program, remembers=remembers))
+        known.append(sum(len(ops.recipes) for ops in describe._of_aten.values()))
+    (plain, none), (again, plans) = runs
     assert none == 0 and plans > 5, "one of the two runs remembers"
+    assert known[0] == known[1] > 5, "the second card works out nothing of torch's own ops"
     for name, value in plain.items():
         if isinstance(value, np.ndarray):
             np.testing.assert_array_equal(again[name], value, err_msg=name)
         else:
             assert again[name] == value, name
+
+
+def test_what_is_known_of_ops_is_of_cards_of_a_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(describe, "_of_aten", {})
+    for card, kinds in (("RTX 4090", 1), ("L40S", 1), ("T4", 2)):  # compute capability 8.9, 8.9 and 7.5
+        with VirtualGPU(card):
+            torch.ones(8, device="cuda") + 1
+        assert len(describe._of_aten) == kinds
+
+
+def test_an_operator_that_is_described_anew_is_asked_anew() -> None:
+    with torch.library._scoped_library("vramfit_again", "FRAGMENT") as own:
+        own.define("rows(Tensor x) -> Tensor")
+        for rows in (2, 3):
+
+            @torch.library.register_fake("vramfit_again::rows", lib=own, allow_override=True)  # type: ignore[untyped-decorator]
+            def _(x: torch.Tensor, rows: int = rows) -> torch.Tensor:
+                return x.new_empty(rows, 8)
+
+            with VirtualGPU("RTX 4090"):
+                assert torch.ops.vramfit_again.rows(torch.ones(8, device="cuda")).shape == (rows, 8)
 
 
 def test_what_values_are_taken_for_when_ops_repeat() -> None:

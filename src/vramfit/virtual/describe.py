@@ -16,7 +16,8 @@ Ops that FakeTensorMode cannot describe, or describes wrongly, are named here to
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
@@ -228,6 +229,7 @@ _META = torch.device("meta")
 _STRIDED = torch.strided
 _PLAIN = frozenset({torch.dtype, torch.device, torch.layout, torch.memory_format, str, type(None)})
 _MAX_ENTRIES = 100_000
+_MAX_KEPT = 20_000  # about 30 MB, which stay until the process ends
 # Looked up once: these are called for every op.
 _empty = torch._C._VariableFunctions.empty
 _empty_strided = torch._C._VariableFunctions.empty_strided
@@ -278,16 +280,54 @@ class FakeFactory:
         return fake
 
 
-class Describer:
-    """Describes the results of ops on fake tensors."""
+@dataclass(slots=True, eq=False)
+class KnownOps:
+    """What was worked out of ops.
 
-    def __init__(self, mode: FakeTensorMode) -> None:
+    Attributes:
+        most: recipes that are kept at once.
+        recipes: by an op and its arguments; None where no recipe can say what it returns.
+        uncached: whether what an op returns does not follow from a key.
+        plain: whether FakeTensorMode is not needed to describe an op.
+    """
+
+    most: int = _MAX_ENTRIES
+    recipes: dict[Any, Recipe | None] = field(default_factory=dict)
+    uncached: dict[Any, bool] = field(default_factory=dict)
+    plain: dict[Any, bool] = field(default_factory=dict)
+
+    def keep(self, key: Any, recipe: Recipe | None) -> None:
+        """Keep a recipe, in the place of all others where there are too many."""
+        if len(self.recipes) >= self.most:
+            self.recipes.clear()
+        self.recipes[key] = recipe
+
+
+_of_aten: dict[Hashable, KnownOps] = {}
+
+
+def known_of_aten(cards: Hashable) -> KnownOps:
+    """What this process knows of aten's ops on cards of a kind."""
+    known = _of_aten.get(cards)
+    return known if known is not None else _of_aten.setdefault(cards, KnownOps(most=_MAX_KEPT))
+
+
+class Describer:
+    """Describes the results of ops on fake tensors.
+
+    Args:
+        aten: what is known of aten's ops already.
+    """
+
+    def __init__(self, mode: FakeTensorMode, aten: KnownOps) -> None:
         self._mode = mode
-        self._recipes: dict[Any, Recipe | None] = {}
-        self._uncached: dict[Any, bool] = {}
-        self._plain: dict[Any, bool] = {}
+        self._aten = aten
+        self._others = KnownOps()
         self._dense: dict[tuple[torch.Size, tuple[int, ...]], tuple[int, ...]] = {}
         self.factory = FakeFactory(mode)
+
+    def _known(self, func: torch._ops.OpOverload) -> KnownOps:
+        return self._aten if func.namespace == "aten" else self._others
 
     def describe(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What ``func`` returns on fake tensors; raises what FakeTensorMode raises."""
@@ -299,7 +339,8 @@ class Describer:
             return self._mode.dispatch(func, (), args, kwargs)
         # Whose convolution it is decides the order of its result's dimensions: cuDNN keeps channels last.
         key = (func, key, _has_cudnn()) if func in _CONVOLUTIONS else (func, key)
-        recipe = self._recipes.get(key)
+        known = self._known(func)
+        recipe = known.recipes.get(key)
         if recipe is not None:
             return self.build(recipe, tensors)
         recipe = self._recipe_at_once(func, args, kwargs, tensors)
@@ -308,9 +349,7 @@ class Describer:
             recipe = recipe_of(out, tensors)
         else:
             out = self.build(recipe, tensors)
-        if len(self._recipes) >= _MAX_ENTRIES:
-            self._recipes.clear()
-        self._recipes[key] = recipe
+        known.keep(key, recipe)
         return out
 
     def _recipe_at_once(
@@ -321,17 +360,19 @@ class Describer:
         tensors: list[FakeTensor],
     ) -> Recipe | None:
         """How to make the results of an op without FakeTensorMode; None where only that can say. See `is_plain`."""
-        plain = self._plain.get(func)
+        known = self._known(func).plain
+        plain = known.get(func)
         if plain is None:
-            plain = self._plain[func] = is_plain(func)
+            plain = known[func] = is_plain(func)
         found = described(func, args, kwargs, tensors, self._mode) if plain else None
         return None if found is None else recipe_of(found[1], tensors, found[0])
 
     def never(self, func: torch._ops.OpOverload) -> bool:
         """Whether what an op returns does not follow from a key."""
-        uncached = self._uncached.get(func)
+        known = self._known(func).uncached
+        uncached = known.get(func)
         if uncached is None:
-            uncached = self._uncached[func] = _never_cached(func)
+            uncached = known[func] = _never_cached(func)
         return uncached
 
     def like(self, tensor: torch.Tensor) -> FakeTensor:

@@ -35,6 +35,7 @@ from vramfit.virtual.describe import (
     fake_implementation,
     has_sparse,
     key_of,
+    known_of_aten,
     recipe_of,
 )
 from vramfit.virtual.fills import Concern
@@ -63,7 +64,8 @@ class OpRunner(TorchDispatchMode):
         self.workspaces = workspaces
         self.placing = Placing(meter, workspaces)
         self.fake = VirtualFakeMode()
-        self.describer = Describer(self.fake)
+        cards = tuple(spec.compute_capability for spec in machine.specs)
+        self.describer = Describer(self.fake, known_of_aten(cards))
         self.shadows = ShadowStore()
         self.guesses = Guesses(machine, lambda: meter.backward_frames)
         self.shading = Shading(

@@ -168,9 +168,10 @@ class _VirtualMeter(PeakMeter):
     def boundary(self) -> None:
         """Note the peak since the last boundary."""
         self.boundaries += 1
-        # Asked as it is, without making one flat table of all statistics: an operation has a boundary of its own.
-        self._peaks.append(torch.cuda.memory_stats_as_nested_dict()["allocated_bytes"]["all"]["peak"])
-        torch.cuda.reset_peak_memory_stats()
+        # Asked of the allocator, without a table of all statistics: an operation has a boundary of its own.
+        allocator = self._gpu._machine.device().allocator
+        self._peaks.append(allocator.peak_allocated_bytes)
+        allocator.reset_peak_stats()
 
 
 def _categories(run: Run) -> dict[str, int]:
