@@ -193,9 +193,9 @@ def test_a_plan_caches_gradients_where_the_loss_has_no_pieces() -> None:
         return torch.randn(batch_size, 64, 32), torch.randn(batch_size, 64, 32)
 
     asked = Workload(
-        model=lambda: nn.Sequential(*(Block() for _ in range(3))),
+        model=lambda: nn.Sequential(*(Block() for _ in range(2))),
         batch=pair,
-        sizes={"batch_size": 1024},
+        sizes={"batch_size": 512},
         loss=info_nce,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
     )
@@ -204,14 +204,14 @@ def test_a_plan_caches_gradients_where_the_loss_has_no_pieces() -> None:
     request = PlanRequest(
         workload=asked,
         sizes=asked.sizes,
-        budget_bytes=plain.total_bytes - plain.peak_allocated_bytes * 2 // 3,
+        budget_bytes=plain.total_bytes - plain.peak_allocated_bytes // 2,
         allowed=frozenset({"micro-batching", "gradient-caching"}),
         entries=False,
     )
     _, plan = promised_plan(device, request, lambda _text: None)
     assert [choice.name for choice in plan.choices] == ["gradient-caching"]
-    assert plan.after.peak_allocated_bytes < plain.peak_allocated_bytes / 3
+    assert plan.after.peak_allocated_bytes < plain.peak_allocated_bytes / 2
     told = " ".join(plan.notes)
     assert "micro-batching is left out: pieces of a batch do not give its gradients" in told
     assert "the model may run in pieces (gradient-caching): tried with the model itself" in told
-    assert "compared with the model itself: the gradients of all 36 parameters differ by at most" in told
+    assert "compared with the model itself: the gradients of all 24 parameters differ by at most" in told
