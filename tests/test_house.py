@@ -85,15 +85,21 @@ def local(path: Path) -> str:
     return path.relative_to(SOURCE).as_posix()
 
 
+@cache
+def nodes(tree: ast.AST) -> tuple[ast.AST, ...]:
+    """All that a tree holds: to walk one takes several times as long as to look at what it holds."""
+    return tuple(ast.walk(tree))
+
+
 def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    return (node for node in nodes(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
 
 
 def test_a_class_name_stands_once() -> None:
     assert len(SAME_CLASS) <= 10
     homes = defaultdict(set)
     for path, tree in modules().items():
-        for node in ast.walk(tree):
+        for node in nodes(tree):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 homes[node.name].add(local(path))
     repeated = {name: found for name, found in homes.items() if len(found) > 1}
@@ -197,7 +203,7 @@ def test_a_page_tells_newcomers_of_files_that_exist() -> None:
 
 def _imports(tree: ast.AST) -> Iterator[str]:
     """Modules of vramfit that a module imports anywhere: at its top, in functions, for checkers."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Import):
             yield from (one.name for one in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -262,7 +268,7 @@ def test_processes_are_started_in_one_place() -> None:
     starts = {
         local(path)
         for path, tree in modules().items()
-        for node in ast.walk(tree)
+        for node in nodes(tree)
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
         and isinstance(node.func.value, ast.Name)
@@ -280,7 +286,7 @@ def test_sizes_are_parsed_in_one_place() -> None:
         f"{local(path)}:{node.lineno}"
         for path, tree in modules().items()
         if path.name != "units.py"
-        for node in ast.walk(tree)
+        for node in nodes(tree)
         if isinstance(node, ast.Dict)
         and sum(isinstance(key, ast.Constant) and bool(unit.fullmatch(str(key.value))) for key in node.keys)
         > 1
@@ -312,7 +318,7 @@ def test_what_benchmarks_and_studies_import_is_there() -> None:
 def _top_names(tree: ast.Module) -> set[str]:
     """The names that a module defines or imports, in blocks of conditions too."""
     found = set()
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
             found.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
