@@ -147,6 +147,13 @@ def test_only_the_root_holds_a_reduction(world: VirtualGPU) -> None:
     assert (mine.tolist(), others.tolist()) == ([16.0, 16.0], [1.0, 1.0])
 
 
+def test_nothing_is_known_of_what_another_rank_scatters_or_scales(world: VirtualGPU) -> None:
+    scattered, scaled = (torch.full((2,), 7.0, device="cuda") for _ in range(2))
+    dist.scatter(scattered, src=0)
+    dist.all_reduce(scaled, op=dist._make_nccl_premul_sum(0.5))
+    assert 7.0 * WORLD not in scaled.tolist() and 7.0 not in (*scattered.tolist(), *scaled.tolist())
+
+
 def test_objects_of_other_ranks(world: VirtualGPU) -> None:
     gathered: list[object] = [None] * WORLD
     dist.all_gather_object(gathered, {"mine": [1, 2]})

@@ -120,8 +120,10 @@ def _all_to_all(values: PeerValues, group: Communicator, call: OpCall) -> None:
 
 
 def _scatter(values: PeerValues, group: Communicator, call: OpCall) -> None:
-    for out, sources in zip(call.args[0], call.args[1], strict=False):
-        values.pick(out, sources, group.rank)
+    # Only the root has inputs: nothing is known of what the others receive.
+    outs, sources = call.args[0], call.args[1] or [[]] * len(call.args[0])
+    for out, parts in zip(outs, sources, strict=False):
+        values.pick(out, parts, group.rank)
 
 
 RULES: dict[str, Rule] = {
@@ -164,7 +166,7 @@ def handlers(
     made: dict[Any, Handler] = {}
     for name, rule in RULES.items():
         made[find_overload(f"c10d.{name}.default")] = _handler(
-            name, rule, communicators, values, sizes, tokens
+            name, rule, communicators, values, numbers, sizes, tokens
         )
     for name in ("send", "recv_", "recv_any_source_"):
         made[find_overload(f"c10d.{name}.default")] = _peer_handler(name, communicators, numbers)
@@ -198,6 +200,7 @@ def _handler(
     rule: Rule,
     communicators: Communicators,
     values: PeerValues,
+    numbers: SentNumbers,
     sizes: AskedSizes,
     tokens: RoutedTokens,
 ) -> Handler:
@@ -210,6 +213,10 @@ def _handler(
         group = communicators.of(group_in(call.args))
         if group.size > 1:
             _tell_sizes(sizes, name, rule, call)
+        if name == "broadcast_" and group.size > 1:
+            root = group.ranks[call.argument(2, "root_rank")]
+            if not numbers.broadcast(group, root, tensors):
+                sizes.counts("broadcast", tensors)
         rule.move(values, group, call)
         if COLLECTIVE_OF_OP[name] is NcclCollective.ALL_TO_ALL and len(set(_parts(name, call))) <= 1:
             tokens.exchanged(tensors_in(call.args[0]), tensors_in(call.args[1]), group)

@@ -22,6 +22,8 @@ from vramfit.virtual.ranks.rank_place import RankPlace
 from vramfit.writing import write_file
 
 _PAUSE = 0.01  # seconds between two looks
+_ALL = -1
+"""In the place of a receiver: every rank that asks."""
 _CIRCLE = 5.0  # seconds for which ranks must wait for one another: a letter may have come just now
 
 
@@ -52,7 +54,7 @@ class Mailbox:
         self._place = place
         self._folder = None if place.mailbox is None else Path(place.mailbox)
         self._sent: Counter[tuple[str, int]] = Counter()
-        self._received: Counter[tuple[str, int]] = Counter()
+        self._received: Counter[tuple[str, int, int]] = Counter()
         self.takes_numbers = True
 
     @property
@@ -68,11 +70,12 @@ class Mailbox:
         """
         if self._folder is None:
             return
-        number = self._sent[group, rank]
-        self._sent[group, rank] += 1
-        content = pickle.dumps(objects)
-        path = self._path(group, self._place.rank, rank, number)
-        write_file(path, lambda stream: stream.write(content))
+        self._leave(group, rank, objects)
+
+    def publish(self, group: str, objects: list[Any]) -> None:
+        """Leave objects for every rank that asks for what this one broadcasts; nothing happens without a folder."""
+        if self._folder is not None:
+            self._leave(group, _ALL, objects)
 
     @contextmanager
     def apart_from_numbers(self) -> Iterator[None]:
@@ -91,12 +94,24 @@ class Mailbox:
         """
         return self.take(self.expect(group, rank))
 
+    def published(self, group: str, rank: int) -> list[Any]:
+        """The objects that a rank of the world publishes next; waits for them.
+
+        Raises:
+            UsageError: the rank does not run, or publishes none.
+        """
+        return self.take(self._next(group, rank, _ALL))
+
     def expect(self, group: str, rank: int) -> Expected:
-        """Note that this rank will take what another leaves next.
+        """Note that this rank will take what another leaves for it next.
 
         Raises:
             UsageError: the rank does not run.
         """
+        return self._next(group, rank, self._place.rank)
+
+    def _next(self, group: str, rank: int, receiver: int) -> Expected:
+        """What a rank leaves next, for this one or for all."""
         place = self._place
         if self._folder is None:
             raise UsageError(
@@ -104,9 +119,16 @@ class Mailbox:
                 "Run the ranks that exchange objects, such as the stages of a pipeline, side by side with one mailbox: "
                 "VirtualGPU(..., mailbox=FOLDER)",
             )
-        number = self._received[group, rank]
-        self._received[group, rank] += 1
-        return Expected(rank=rank, path=self._path(group, rank, place.rank, number))
+        number = self._received[group, rank, receiver]
+        self._received[group, rank, receiver] += 1
+        return Expected(rank=rank, path=self._path(group, rank, receiver, number))
+
+    def _leave(self, group: str, receiver: int, objects: list[Any]) -> None:
+        number = self._sent[group, receiver]
+        self._sent[group, receiver] += 1
+        content = pickle.dumps(objects)
+        path = self._path(group, self._place.rank, receiver, number)
+        write_file(path, lambda stream: stream.write(content))
 
     def take(self, expected: Expected) -> list[Any]:
         """The objects that were expected; waits for them as long as their sender may still send them.
@@ -163,4 +185,5 @@ class Mailbox:
     def _path(self, group: str, sender: int, receiver: int, number: int) -> Path:
         assert self._folder is not None
         name = "".join(c if c.isalnum() else "-" for c in group)
-        return self._folder / f"{name}.{sender}.{receiver}.{number}"
+        to = "all" if receiver == _ALL else receiver
+        return self._folder / f"{name}.{sender}.{to}.{number}"

@@ -58,6 +58,9 @@ class PeerValues:
         """Let a tensor hold the reduction over ranks that all hold what it holds."""
         if ranks == 1 or op in (ReduceOp.AVG, ReduceOp.MAX, ReduceOp.MIN, ReduceOp.BAND, ReduceOp.BOR):
             return
+        if op == ReduceOp.PREMUL_SUM:
+            self.forget(tensor)  # torch keeps the factor to itself
+            return
         values = self.look(tensor)
         if type(tensor) is FakeTensor:
             self._mode.shading.fills.forget(tensor)

@@ -13,7 +13,6 @@ import sys
 from datetime import timedelta
 from typing import Any
 
-import torch
 from torch import distributed
 from torch._C import _distributed_c10d
 from torch._C._distributed_c10d import FakeProcessGroup, HashStore, Logger
@@ -166,7 +165,8 @@ def _patch_stores(mode: OpRunner, place: RankPlace, patches: PatchStack) -> None
     original = distributed_c10d._new_process_group_helper
 
     def new_group(group_size: int, group_rank: int, global_ranks: Any, *args: Any, **kwargs: Any) -> Any:
-        if not global_ranks:  # the world; also where the program brings a store of its own
+        # The world, also where the program brings a store of its own. MPI comes without numbers, to be refused.
+        if not global_ranks and group_size >= 0:
             check_world(group_size, group_rank, place)
             mode.machine.joined_world = True
         return original(group_size, group_rank, global_ranks, *args, **kwargs)
@@ -185,7 +185,10 @@ def _patch_backends(
 
     class Nccl(ProcessGroupNCCL):
         def __new__(cls, store: Any, rank: int, size: int, options: Any = None) -> Any:
-            torch.cuda._lazy_init()
+            if (
+                not mode.machine.devices
+            ):  # ProcessGroupNCCL.cpp, which does not initialise CUDA: DeviceMesh looks
+                raise ValueError("ProcessGroupNCCL is only supported with GPUs, no GPUs found!")
             if getattr(options, "is_high_priority_stream", False):
                 communicators.urgent.add(options.group_name)
             if _splits(options):

@@ -68,12 +68,19 @@ class RankObjects:
         device: Any = None,
         group_src: int | None = None,
     ) -> None:
-        """The list keeps what this rank put in."""
+        """The root's objects where it runs beside this rank; else the list keeps what this rank put in."""
+        if c10d._rank_not_in_group(group):
+            self._broadcast(object_list, src, group, device, group_src)  # torch's warning
+            return
         root = self._peer(group, src if group_src is not None else src or 0, group_src)
         mine = c10d.get_rank()
-        if root != mine and any(value is None for value in object_list):
+        if root != mine and self._mailbox.open:
+            object_list[:] = self._mailbox.published(self._name(group), root)
+        elif root != mine and any(value is None for value in object_list):
             self._warn(f"broadcast_object_list of rank {root}'s objects", "stay as this rank gave them")
         self._broadcast(object_list, src=mine, group=group, device=device)
+        if root == mine:
+            self._mailbox.publish(self._name(group), object_list)
 
     def scatter(
         self,
@@ -83,15 +90,22 @@ class RankObjects:
         group: Any = None,
         group_src: int | None = None,
     ) -> None:
-        """The object is the one that this rank's own list has for it, if there is such a list."""
+        """The root's object for this rank where it runs beside; else that of this rank's own list, if there is one."""
+        if c10d._rank_not_in_group(group):
+            self._scatter(scatter_object_output_list, scatter_object_input_list, src, group, group_src)
+            return
         root = self._peer(group, src if group_src is not None else src or 0, group_src)
         mine, number = c10d.get_rank(), c10d.get_rank(group)
-        if root != mine:
+        if root != mine and self._mailbox.open:
+            scatter_object_input_list = self._mailbox.published(self._name(group), root)
+        elif root != mine:
             given = scatter_object_input_list or ()
             if len(given) <= number or given[number] is None:
                 self._warn(f"scatter_object_list of rank {root}'s objects", "stay as this rank gave them")
                 scatter_object_input_list = [scatter_object_output_list[0]] * c10d.get_world_size(group)
         self._scatter(scatter_object_output_list, scatter_object_input_list, src=mine, group=group)
+        if root == mine:
+            self._mailbox.publish(self._name(group), list(scatter_object_input_list or ()))
 
     def send(
         self,

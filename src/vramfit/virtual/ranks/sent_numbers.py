@@ -1,4 +1,4 @@
-"""Small whole numbers that a rank sends another as a tensor: handed on where both run.
+"""Small whole numbers that a rank sends another, or all, as a tensor: handed on where both run.
 
 Stages of a pipeline tell one another so whether they know the shapes of what they exchange
 (torch/distributed/pipelining/stage.py, ``_warmup_forward_vote``). Values of activations are nobody's business: tensors
@@ -8,6 +8,7 @@ of fractions, and large ones, arrive unknown.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -15,8 +16,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from vramfit.virtual.data_dependent.expectations import WATCHED
 from vramfit.virtual.data_dependent.shadow import MAX_ELEMENTS
 from vramfit.virtual.op_runner import OpRunner
+from vramfit.virtual.ranks.asked_sizes import by_program
+from vramfit.virtual.ranks.communicators import Communicator
 from vramfit.virtual.ranks.mailbox import Mailbox
 from vramfit.virtual.ranks.peer_values import PeerValues
+
+FEW = 64
+"""A broadcast of more numbers is one of data, whose values decide nothing."""
 
 
 class SentNumbers:
@@ -37,9 +43,7 @@ class SentNumbers:
         """Leave what is known of tensors for a rank of the world."""
         for tensor in tensors:
             if self._mailbox.takes_numbers and self._carries(tensor):
-                fake = type(tensor) is FakeTensor
-                known = self._mode.shadows.view(tensor) if fake else tensor.detach()
-                self._mailbox.send(f"{group}.numbers", rank, [None if known is None else known.tolist()])
+                self._mailbox.send(f"{group}.numbers", rank, [self._known(tensor)])
 
     def forget(self, tensors: list[torch.Tensor]) -> None:
         """Nothing is known of what tensors receive."""
@@ -55,10 +59,44 @@ class SentNumbers:
             while expected:
                 tensor, letter = expected.pop(0)
                 (numbers,) = self._mailbox.take(letter)
-                if numbers is not None:
-                    self._values.copy(tensor, torch.tensor(numbers, dtype=tensor.dtype).reshape(tensor.shape))
+                self._fill(tensor, numbers)
 
         return fill
+
+    def broadcast(self, group: Communicator, root: int, tensors: list[torch.Tensor]) -> bool:
+        """Give a group the few whole numbers that the program has its first rank broadcast: sizes, flags, seeds.
+
+        From other roots nothing comes: where every rank tells the others something in turn, all would have to run.
+
+        Args:
+            group: of the ranks.
+            root: the number in the world of the rank that broadcasts.
+            tensors: what holds the numbers, or receives them.
+
+        Returns:
+            Whether the tensors hold what the root holds.
+        """
+        mine = root == group.ranks[group.rank]
+        told = [t for t in tensors if t.dtype in WATCHED and 0 < t.numel() <= FEW]
+        if not (self._mailbox.open and told and root == group.ranks[0] and by_program()):
+            return mine
+        if mine:
+            self._mailbox.publish(f"{group.name}.numbers", [self._known(tensor) for tensor in told])
+            return True
+        found = self._mailbox.published(f"{group.name}.numbers", root)
+        for tensor, numbers in zip(told, found, strict=True):
+            self.forget([tensor])
+            self._fill(tensor, numbers)
+        return True
+
+    def _known(self, tensor: torch.Tensor) -> Any:
+        """The numbers of a tensor; None where they are not known."""
+        known = self._mode.shadows.view(tensor) if type(tensor) is FakeTensor else tensor.detach()
+        return None if known is None else known.tolist()
+
+    def _fill(self, tensor: torch.Tensor, numbers: Any) -> None:
+        if numbers is not None:
+            self._values.copy(tensor, torch.tensor(numbers, dtype=tensor.dtype).reshape(tensor.shape))
 
     def _carries(self, tensor: torch.Tensor) -> bool:
         return self._mailbox.open and tensor.dtype in WATCHED and 0 < tensor.numel() <= MAX_ELEMENTS
