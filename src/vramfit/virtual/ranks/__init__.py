@@ -55,6 +55,7 @@ def install(mode: OpRunner, place: RankPlace, patches: PatchStack) -> Communicat
         one_process,
         pipeline_stages,
         process_groups,
+        rank_checkpoints,
         rank_objects,
         rank_roles,
         sharding,
@@ -86,6 +87,7 @@ def install(mode: OpRunner, place: RankPlace, patches: PatchStack) -> Communicat
     gathered_parameters.install(mode.meter, patches)
     rank_roles.install(roles, patches)
     deepspeed_checks.install(patches)
+    rank_checkpoints.install(place, patches)
     if place.world_size > 1 and not mailbox.open:
         pipeline_stages.install(patches)
     one_process.install(mode, place, patches)

@@ -1,0 +1,39 @@
+"""``torch.distributed.checkpoint.async_save``: what it copies to the host before it writes is copied tensor by tensor.
+
+torch copies storages there (torch/distributed/checkpoint/_state_dict_stager.py: ``_offload_tensor``), with everything
+else that a tensor's object holds. A virtual tensor's storage has no bytes, and its object holds the virtual GPU.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from vramfit.patching import PatchStack, after_import
+from vramfit.virtual.op_runner import OpRunner
+
+
+def install(mode: OpRunner, patches: PatchStack) -> None:
+    """Let virtual tensors be copied to the host whole, page-locked where the program asks for that."""
+    del mode
+
+    def change(module: ModuleType) -> None:
+        stager: Any = module.StateDictStager
+        original = stager._offload_tensor
+
+        def offload(self: Any, x: Any, memo: dict[int, Any], non_blocking: bool = False) -> Any:
+            if type(x) is not FakeTensor:
+                return original(self, x, memo, non_blocking)
+            with torch.no_grad():
+                out = x.detach().to("cpu", copy=True)
+            if self.pin_memory and out.nbytes >= getattr(self, "pin_memory_min_bytes", 0):
+                out = out.pin_memory()
+            memo[id(x)] = out
+            return out
+
+        patches.set(stager, "_offload_tensor", offload)
+
+    after_import({"torch.distributed.checkpoint._state_dict_stager": change}, patches)

@@ -1,0 +1,60 @@
+"""Checkpoints of several ranks: each writes and reads its own part, at once or beside the program."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+
+from vramfit.virtual.gpu import VirtualGPU
+
+WORLD, WIDTH = 4, 256
+PART = WIDTH * WIDTH * 4 // WORLD
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
+    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning"),
+]
+
+
+def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = fully_shard(nn.Linear(WIDTH, WIDTH, bias=False).cuda())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(2, WIDTH, device="cuda")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def written(folder: Path) -> int:
+    """Bytes of a checkpoint's data: each tensor and each number in a file of torch.save's within it."""
+    return sum(file.stat().st_size for file in folder.glob("*.distcp"))
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_rank_saves_and_loads_its_part(tmp_path: Path, rank: int) -> None:
+    with VirtualGPU("H100", rank=rank, world_size=WORLD, alloc_conf=""):
+        dist.init_process_group("cpu:gloo,cuda:nccl")
+        torch.cuda.set_device(rank)
+        model, optimizer = trained()
+        before = torch.cuda.memory_allocated()
+        states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+        dcp.save({**states, "step": 3}, checkpoint_id=tmp_path / "now")
+        found = {**states, "step": 0}
+        dcp.load(found, checkpoint_id=tmp_path / "now")
+        set_state_dict(model, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
+        later = dcp.async_save({"model": model.state_dict()}, checkpoint_id=tmp_path / "beside")
+        later.result()
+        assert found["step"] == 3
+        del states, found
+        assert torch.cuda.memory_allocated() == before
+        # Parameters and momenta of this rank alone, and numbers of a few bytes; the parameters again.
+        assert 2 * PART <= written(tmp_path / "now") < 3 * PART
+        assert PART <= written(tmp_path / "beside") < 2 * PART
+        assert (tmp_path / "now" / ".metadata").is_file()
