@@ -63,6 +63,23 @@ def test_any_width(world: WorldMemory, width: int) -> None:
     assert max(len(line) for line in render(world, width=width).splitlines()) <= width
 
 
+def test_a_rank_on_the_card_of_another_is_told() -> None:
+    """All ranks are on the first card where a program never chooses one, unless each hides the others from itself."""
+    own, other = run(0), run(0)
+    seen = replace(own.trace.devices[0], index=1)
+    several = replace(own.trace, devices=(*own.trace.devices, seen))
+    on_first = replace(other, trace=several)
+    on_both = replace(on_first, devices=(*other.devices, replace(other.devices[0], index=1)))
+    found = world_memory({0: replace(own, trace=several), 1: on_first}, size=2, per_node=2)
+    assert "rank 1 runs on GPU 0, another rank's card; NCCL refuses" in flat(render(found, width=300))
+    found = world_memory({0: replace(own, trace=several), 1: on_both}, size=2, per_node=2)
+    assert "of GPU 0, another rank's card, which is not counted there" in flat(render(found, width=300))
+    assert [rank.card.index for rank in found.ranks] == [0, 1]
+    assert "another rank's card" not in render(
+        world_memory({0: own, 1: other}, size=2, per_node=2), width=300
+    )
+
+
 # -- Stages and experts ------------------------------------------------------------------------------------------
 
 

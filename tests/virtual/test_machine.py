@@ -59,6 +59,16 @@ def test_a_list_that_names_no_device_is_warned_about():
     assert machine(1, visible="").devices == ()
 
 
+def test_looking_does_not_settle_what_is_visible(monkeypatch):
+    box = machine(3)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert len(box.devices_now()) == 3
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")  # a program does, at its top
+    assert [device.physical_index for device in box.devices] == [1]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert len(box.devices) == 1
+
+
 def test_uuids_name_devices():
     box = machine(3)
     chosen = machine(3, visible=box.uuids[2][:20])

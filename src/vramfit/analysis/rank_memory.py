@@ -62,8 +62,10 @@ class RankMemory:
 
     @property
     def strays(self) -> tuple[DeviceVerdict, ...]:
-        """Cards of other ranks on which it holds memory."""
-        return tuple(card for card in self.verdict.devices if card.is_used and card.index != self.card.index)
+        """Cards of other ranks on which it holds memory. Where it sees one card alone, that is its own."""
+        if len(self.run.trace.devices) == 1:
+            return ()
+        return tuple(card for card in self.verdict.devices if card.is_used and card.index != self.local_rank)
 
     @property
     def count(self) -> int:

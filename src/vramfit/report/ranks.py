@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.text import Text
 
-from vramfit.analysis import NAMES, Outcome
+from vramfit.analysis import NAMES, DeviceVerdict, Outcome
 from vramfit.analysis.rank_memory import NEVER_JOINED, Balance, PeerKind, RankMemory, WorldMemory
 from vramfit.plain import to_plain
 from vramfit.report.folding import broken, table
@@ -154,12 +154,7 @@ class _WorldReport(Sections):
             notes.append(f"nothing is known of {counted(missing, 'other rank')}: --rank all runs every one")
         if found.imbalance > _EVEN:
             notes.append(f"the largest reserves {found.imbalance:.2f} times the mean")
-        notes += [
-            f"rank {rank.rank} holds {format_bytes(card.used)} of GPU {card.index}, another rank's card, which is not "
-            "counted there: call torch.cuda.set_device(LOCAL_RANK) before anything else"
-            for rank in found.ranks
-            for card in rank.strays
-        ]
+        notes += [_stray(rank, card) for rank in found.ranks for card in rank.strays]
         if notes:
             yield Text()
         for note in notes:
@@ -190,6 +185,15 @@ class _WorldReport(Sections):
             yield from broken(Text(f"  {message}", style="yellow"), self.width, indent=4)
         if (more := len(messages) - _SHOWN) > 0:
             yield Text(f"  and {more} more: --json lists them all", style="bright_black")
+
+
+def _stray(rank: RankMemory, card: DeviceVerdict) -> str:
+    """That a rank is on a card of another one."""
+    fix = "call torch.cuda.set_device(LOCAL_RANK) before anything else"
+    where = f"GPU {card.index}, another rank's card"
+    if rank.card is card:  # and not on its own at all
+        return f"rank {rank.rank} runs on {where}; NCCL refuses two ranks on one card: {fix}"
+    return f"rank {rank.rank} holds {format_bytes(card.used)} of {where}, which is not counted there: {fix}"
 
 
 def _tokens(assume: str, ranks: int) -> str:

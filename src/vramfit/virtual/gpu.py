@@ -259,7 +259,7 @@ class VirtualGPU:
                 total_bytes=device.spec.total_bytes,
                 context_bytes=device.context_bytes,
             )
-            for device in self._machine.devices
+            for device in self._machine.devices_now()
         ]
         self._builder.journal.facts(meta, devices)
 
@@ -289,7 +289,7 @@ class VirtualGPU:
     def __repr__(self) -> str:
         cards = self._machine.devices
         name = self.spec.name if len(cards) == 1 else f"{len(cards)} × {self.spec.name}"
-        peaks = self.meter.lifetime_peaks(self.place.local_rank)
+        peaks = self.meter.lifetime_peaks(self._own_card)
         peak = f"peak allocated {format_bytes(peaks.allocated)}, reserved {format_bytes(peaks.reserved)}"
         return f"<VirtualGPU {name}: {peak}>"
 
@@ -306,12 +306,18 @@ class VirtualGPU:
     @property
     def peak_allocated_bytes(self) -> int:
         """Most bytes allocated at once since entering on device 0, or on the card of the rank."""
-        return self.run.devices[self.place.local_rank].peak_allocated_bytes
+        return self.run.devices[self._own_card].peak_allocated_bytes
 
     @property
     def peak_reserved_bytes(self) -> int:
         """Most bytes reserved at once since entering on device 0, or on the card of the rank."""
-        return self.run.devices[self.place.local_rank].peak_reserved_bytes
+        return self.run.devices[self._own_card].peak_reserved_bytes
+
+    @property
+    def _own_card(self) -> int:
+        """The number of this rank's card among those that the program sees: it may have hidden the others."""
+        cards = self._machine.devices
+        return next((card.index for card in cards if card.physical_index == self.place.local_rank), 0)
 
     def mark(self, tag: str) -> None:
         """Put a named point in time into the trace of every card."""

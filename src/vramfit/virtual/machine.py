@@ -257,19 +257,27 @@ class Machine:
     @cached_property
     def devices(self) -> tuple[VirtualDevice, ...]:
         """The devices that the program sees. The first use settles ``CUDA_VISIBLE_DEVICES``."""
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES") if self._visible is None else self._visible
-        order = visible_devices(visible, self.uuids)
-        if not order and visible:
+        visible = self._visible_text()
+        devices = self.devices_now()
+        if not devices and visible:
             self.warn(
                 "no-visible-device",
                 f"CUDA_VISIBLE_DEVICES={visible} names none of the {len(self.specs)} virtual GPUs",
             )
+        return devices
+
+    def devices_now(self) -> tuple[VirtualDevice, ...]:
+        """What the program would see if it asked now; it may still set ``CUDA_VISIBLE_DEVICES`` before it does."""
+        order = visible_devices(self._visible_text(), self.uuids)
         return tuple(
             VirtualDevice(
                 self, index, physical, self.specs[physical], context_bytes=self._context_of(physical)
             )
             for index, physical in enumerate(order)
         )
+
+    def _visible_text(self) -> str | None:
+        return os.environ.get("CUDA_VISIBLE_DEVICES") if self._visible is None else self._visible
 
     def _context_of(self, physical: int) -> int:
         if self._context_bytes is not None:

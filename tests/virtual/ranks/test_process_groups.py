@@ -19,3 +19,13 @@ def test_a_mesh_takes_the_card_of_its_rank_and_mpi_is_torchs_error() -> None:
         torch.empty(1 << 20, device="cuda")
     used = [device.index for device in gpu.run.devices if device.peak_allocated_bytes]
     assert used == [5]
+
+
+def test_a_rank_may_hide_the_other_cards_from_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with VirtualGPU("H100", rank=3, world_size=4, alloc_conf="") as gpu:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+        dist.init_process_group("nccl")
+        torch.empty(1 << 20, device="cuda")
+        assert torch.cuda.device_count() == 1
+    assert gpu.peak_allocated_bytes == 4 << 20

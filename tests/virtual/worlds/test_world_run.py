@@ -175,6 +175,15 @@ def test_a_rank_that_nobody_answers_says_for_whom_it_waits(tmp_path: Path) -> No
     )
 
 
-def test_a_program_that_never_joins_is_told(tmp_path: Path) -> None:
-    found = run(written(tmp_path, "import torch; torch.ones(4, device='cuda')"), 2, "0")
-    assert [one.code for one in found.runs[0].warnings] == ["no-process-group"]
+NEVER = """
+import os
+os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["LOCAL_RANK"]
+import torch
+torch.ones(4, device="cuda")
+"""
+
+
+def test_a_program_that_never_joins_is_told_and_may_hide_other_cards(tmp_path: Path) -> None:
+    found = run(written(tmp_path, NEVER), 2, "1")
+    assert [one.code for one in found.runs[1].warnings] == ["no-process-group"]
+    assert [device.index for device in found.runs[1].devices] == [0]
