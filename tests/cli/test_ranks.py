@@ -70,6 +70,7 @@ def test_first_and_last_rank_run_and_stand_for_the_others(vramfit: Command, rank
     ("line", "places"),
     [
         ("--ranks 4 --rank 1,3 train.py", [(1, 4, 4), (3, 4, 4)]),
+        ("--ranks 4 --gpus 2 train.py", [(0, 4, 2), (3, 4, 2)]),
         ("--ranks 4 --per-node 2 --rank all train.py", [(0, 4, 2), (1, 4, 2), (2, 4, 2), (3, 4, 2)]),
         ("-- torchrun --nproc-per-node 2 --nnodes 2 train.py", [(0, 4, 2), (3, 4, 2)]),
         ("--gpus 4 -- torchrun --nproc-per-node gpu train.py", [(0, 4, 4), (3, 4, 4)]),
@@ -147,7 +148,14 @@ def test_a_program_that_never_joins(vramfit: Command, ranks: Ranks) -> None:
         ("--ranks 12 train.py", "12 ranks cannot be divided among nodes of 8"),
         ("--ranks 4 --rank 4 train.py", "rank 4 is beyond a world of 4 ranks"),
         ("--ranks 4 --rank first train.py", "'first' names no rank"),
-        ("--ranks 16 --per-node 9 train.py", "ranks_per_node=9"),
+        ("--ranks 18 --per-node 9 train.py", "9 ranks on a node are more than the 8 cards"),
+        ("--ranks 4 --rank= train.py", "'' names no rank"),
+        ("-- torchrun --nproc-per-node 16 train.py", "16 ranks on a node are more than the 8 cards"),
+        ("-- mpirun -np 4 python train.py", "mpirun's commands are not read"),
+        (
+            "-- deepspeed --include w:0,1 --num_gpus 3 train.py",
+            "takes --num_nodes and --num_gpus and --include or --exclude apart",
+        ),
         ("--rank 1 train.py", "--rank is for a program of several ranks"),
         ("--per-node 2 train.py", "--per-node is for a program of several ranks"),
         ("--ranks 4 nowhere.py", "there is no script nowhere.py"),
@@ -264,6 +272,8 @@ class TestFit:
         ("line", "told"),
         [
             ("--ranks 4", "nothing is sought on 4 cards"),
+            ("--ranks 4 --largest=", "--largest names no option"),
+            ("--ranks auto --per-node 3", "--per-node 3 does not divide 4 cards"),
             ("--ranks many", "--ranks many is not a number of cards"),
             ("--ranks auto --largest batch-size", "--ranks auto looks for the number of cards"),
             ("--per-node 4", "--per-node is for a script with --ranks"),

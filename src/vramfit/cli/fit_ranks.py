@@ -84,22 +84,37 @@ def fit_ranks(
 
 def _size(given: FitOptions) -> int | None:
     """How many cards there are; None where that is sought."""
+    from vramfit.analysis.rank_search import MOST_CARDS
+
     if given.ranks == AUTO:
         if given.largest is not None:
             raise UsageError(
                 "--ranks auto looks for the number of cards, --largest for a value", "Give one number"
+            )
+        per_node = given.per_node or 1
+        if per_node & (per_node - 1) and (given.most or MOST_CARDS) >= _beyond(per_node):
+            raise UsageError(
+                f"--per-node {per_node} does not divide {_beyond(per_node)} cards, which --ranks auto tries",
+                "Give 1, 2, 4 or 8, or --most-ranks of a node alone",
             )
         return None
     if not given.ranks.isdecimal() or not 1 <= int(given.ranks) <= 1 << 20:
         raise UsageError(
             f"--ranks {given.ranks} is not a number of cards", "Write auto, or a number such as 8"
         )
+    if given.largest is not None and not given.largest.strip("-= "):
+        raise UsageError("--largest names no option of the script", "Write it: --largest=--batch-size")
     if given.largest is None:
         raise UsageError(
             f"nothing is sought on {given.ranks} cards",
             "Name an option of the script: --largest=--batch-size; or write --ranks auto",
         )
     return int(given.ranks)
+
+
+def _beyond(number: int) -> int:
+    """The next power of two."""
+    return 1 << number.bit_length()
 
 
 def _name(given: FitOptions) -> str:

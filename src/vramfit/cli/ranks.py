@@ -115,7 +115,8 @@ def world_of(module: str | None, program: Sequence[str], given: RankOptions) -> 
                     )
             return command
         check_source(command)
-        per_node = given.per_node or min(PER_NODE, given.ranks)
+        several = given.cards if given.cards > 1 else PER_NODE  # --gpus says what a machine has
+        per_node = given.per_node or min(several, given.ranks)
         world = World(size=given.ranks, per_node=per_node)
         started = Launched(
             launcher="", program=tuple(command), per_node=min(per_node, world.size), nodes=world.nodes
@@ -137,7 +138,7 @@ def world_of(module: str | None, program: Sequence[str], given: RankOptions) -> 
     return WorldOptions(
         launched=started,
         world=world,
-        choice=rank_choice(given.rank or "auto", world.size),
+        choice=rank_choice("auto" if given.rank is None else given.rank, world.size),
         launcher=started.launcher,
     )
 

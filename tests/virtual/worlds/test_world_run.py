@@ -104,7 +104,7 @@ def test_what_a_rank_raises_is_raised(pretend: Callable[..., Pretender]) -> None
 def test_worlds_that_cannot_be() -> None:
     with pytest.raises(UsageError, match="12 ranks cannot be divided among nodes of 8"):
         World(size=12)
-    with pytest.raises(UsageError, match="ranks_per_node=9"):
+    with pytest.raises(UsageError, match="9 ranks on a node are more than the 8 cards"):
         World(size=18, per_node=9)
     assert World(size=12, per_node=4).nodes == 3
     assert World(size=3).nodes == 1

@@ -25,6 +25,8 @@ _NAMES = {
     "deepspeed": ("deepspeed", "ds", "deepspeed.launcher.runner"),
 }
 """Programs and modules of each launcher."""
+_OTHERS = ("mpirun", "mpiexec", "srun", "horovodrun", "colossalai", "composer", "ray")
+"""Programs that start ranks too, whose options nobody reads here."""
 _PYTHON = re.compile(r"python(?:3(?:\.\d+)?)?")
 _ALL_CARDS = ("gpu", "auto")
 
@@ -73,6 +75,11 @@ def launched(command: Sequence[str], cards: int) -> Launched | None:
         UsageError: its options cannot be read, or it starts what no virtual run can be.
     """
     name, rest = _parts(command)
+    if name in _OTHERS and not Path(name).is_file():
+        raise UsageError(
+            f"{name}'s commands are not read",
+            "Give the script itself and say how many ranks there are: --ranks 8 train.py",
+        )
     starts = _STARTS.get(launcher_of(command) or "")
     return None if starts is None else starts(name, rest, cards)
 
@@ -232,6 +239,11 @@ def _deepspeed(name: str, arguments: list[str], cards: int) -> Launched:
 def _deepspeed_slots(options: argparse.Namespace, cards: int) -> tuple[int, int]:
     """Processes of a node, and nodes."""
     slots = _hostfile(Path(options.hostfile)) if options.hostfile else []
+    if (options.include or options.exclude) and (options.num_nodes >= 0 or options.num_gpus >= 0):
+        raise UsageError(  # as deepspeed/launcher/runner.py: main
+            "deepspeed takes --num_nodes and --num_gpus and --include or --exclude apart",
+            "Leave one kind out",
+        )
     if options.include or options.exclude:
         kept = [one.partition(":")[2] for one in str(options.include).split("@") if one]
         numbers = {len(part.split(",")) for part in kept if part}

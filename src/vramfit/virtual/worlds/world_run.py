@@ -41,6 +41,11 @@ class World:
 
     def __post_init__(self) -> None:
         """Refuse nodes that are not full."""
+        if self.per_node > MOST_PER_NODE:
+            raise UsageError(
+                f"{self.per_node} ranks on a node are more than the {MOST_PER_NODE} cards that it can have here",
+                f"Write {MOST_PER_NODE} on each (--per-node, torchrun's --nproc-per-node), on more nodes",
+            )
         RankPlace(rank=0, world_size=self.size, ranks_per_node=self.per_node)
         if self.size > self.per_node and self.size % self.per_node:
             raise UsageError(
