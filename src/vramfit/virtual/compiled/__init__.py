@@ -30,12 +30,16 @@ from vramfit.virtual.op_runner import OpRunner
 
 
 class Compiler:
-    """torch's compiler for one virtual GPU."""
+    """torch's compiler for one virtual GPU.
+
+    Attributes:
+        outside: leaves that GPU for a while.
+    """
 
     def __init__(self, mode: OpRunner, patches: PatchStack) -> None:
         self._mode = mode
         self._patches = patches
-        self._outside = Outside()
+        self.outside = Outside()
         self._installed = False
 
     def install(self) -> None:
@@ -43,12 +47,12 @@ class Compiler:
         if self._installed:
             return
         self._installed = True
-        with self._outside(), warnings.catch_warnings():
+        with self.outside(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # parts of torch that others of its parts call deprecated
             load_graph_trees()
             from vramfit.virtual.compiled import dynamo, inductor
-        inductor.install(self._mode, self._outside, self._patches)
-        dynamo.install(self._mode, self._outside, self._patches)
+        inductor.install(self._mode, self.outside, self._patches)
+        dynamo.install(self._mode, self.outside, self._patches)
 
 
 def load_graph_trees() -> None:

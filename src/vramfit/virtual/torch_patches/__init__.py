@@ -20,6 +20,7 @@ from vramfit.virtual.op_runner import OpRunner
 from vramfit.virtual.torch_patches import (
     card_routes,
     checkpoints,
+    exporting,
     identity,
     libraries,
     modules,
@@ -62,6 +63,7 @@ def _patch_compile(mode: OpRunner, patches: PatchStack) -> None:
         return original(*args, **kwargs)
 
     patches.set(torch, "compile", compile)
+    exporting.install(compiler.outside, patches)
 
     def resettable(dynamo: ModuleType) -> None:
         reset = dynamo.reset
