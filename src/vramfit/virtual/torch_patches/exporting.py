@@ -27,7 +27,17 @@ def install(outside: Outside, patches: PatchStack) -> None:
         original = module.Pipe.from_tracing
         patches.set(module.Pipe, "from_tracing", staticmethod(_aside(original, outside)))
 
-    after_import({"torch.export": export, "torch.distributed.pipelining._IR": pipelines}, patches)
+    def stages(module: ModuleType) -> None:
+        patches.set(module._PipelineStage, "_move_submod_to_device", _moved)
+
+    changes = {"torch.export": export, "torch.distributed.pipelining._IR": pipelines}
+    after_import({**changes, "torch.distributed.pipelining.stage": stages}, patches)
+
+
+def _moved(stage: Any) -> None:
+    """Move a stage to its card: torch would leave it, since large parameters on the host are fake tensors here too."""
+    if not any(parameter.is_meta for parameter in stage.submod.parameters()):
+        stage.submod.to(stage.device)
 
 
 def _aside(original: Callable[..., Any], outside: Outside) -> Callable[..., Any]:
