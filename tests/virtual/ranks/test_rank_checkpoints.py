@@ -58,3 +58,20 @@ def test_a_rank_saves_and_loads_its_part(tmp_path: Path, rank: int) -> None:
         assert 2 * PART <= written(tmp_path / "now") < 3 * PART
         assert PART <= written(tmp_path / "beside") < 2 * PART
         assert (tmp_path / "now" / ".metadata").is_file()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_states_of_all_ranks_are_gathered_on_one() -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    with VirtualGPU("H100", rank=0, world_size=WORLD, alloc_conf=""):
+        dist.init_process_group("nccl")
+        model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(WORLD)]).cuda()
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+        model(torch.ones(2, WIDTH, device="cuda")).sum().backward()
+        optimizer.step()
+        before = torch.cuda.memory_allocated()
+        optimizer.consolidate_state_dict(to=0)
+        states = optimizer.state_dict()["state"]
+        assert [state["momentum_buffer"].shape for state in states.values()] == [(WIDTH, WIDTH)] * WORLD
+        assert torch.cuda.memory_allocated() == before

@@ -11,6 +11,8 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
+from torch import distributed
+
 from vramfit.patching import PatchStack, after_import
 from vramfit.virtual.ranks.rank_place import RankPlace
 
@@ -18,9 +20,11 @@ from vramfit.virtual.ranks.rank_place import RankPlace
 def install(place: RankPlace, patches: PatchStack) -> None:
     """Let each rank of several coordinate its own part of a checkpoint."""
     if place.world_size > 1:
-        after_import(
-            {"torch.distributed.checkpoint.utils": lambda module: _coordinate(module, patches)}, patches
-        )
+        changes = {
+            "torch.distributed.checkpoint.utils": lambda module: _coordinate(module, patches),
+            "torch.distributed.optim.zero_redundancy_optimizer": lambda module: _consolidate(module, patches),
+        }
+        after_import(changes, patches)
 
 
 def _coordinate(module: ModuleType, patches: PatchStack) -> None:
@@ -44,3 +48,28 @@ def _coordinate(module: ModuleType, patches: PatchStack) -> None:
     patches.set(wrapper, "gather_object", gather_object)
     patches.set(wrapper, "scatter_object", lambda self, values: values[0])
     patches.set(wrapper, "broadcast_object", lambda self, value: value)
+
+
+def _consolidate(module: ModuleType, patches: PatchStack) -> None:
+    """States that other ranks broadcast to be gathered in one place are taken to be this rank's (ZeRO-1)."""
+    zero: Any = module.ZeroRedundancyOptimizer
+    consolidate, broadcast = zero.consolidate_state_dict, module._broadcast_object
+    own: list[Any] = []
+
+    def consolidating(self: Any, *args: Any, **named: Any) -> None:
+        own.append(self.optim)
+        try:
+            consolidate(self, *args, **named)
+        finally:
+            own.pop()
+
+    def broadcasting(value: Any, src_rank: int, group: Any, device: Any) -> Any:
+        mine = distributed.get_rank()
+        if not own or src_rank == mine:
+            return broadcast(value, src_rank, group, device)
+        states = own[-1].state_dict()
+        broadcast(states, mine, group, device)  # as many bytes pass this card
+        return module._recursive_copy_to_device(states, non_blocking=True, device=device)
+
+    patches.set(zero, "consolidate_state_dict", consolidating)
+    patches.set(module, "_broadcast_object", broadcasting)
