@@ -25,7 +25,7 @@ def install(patches: PatchStack) -> None:
         def broadcast(numbers: int | list[int]) -> torch.Tensor:
             device = module.get_accelerator().device_name(os.environ["LOCAL_RANK"])
             tensor = torch.tensor(numbers, dtype=torch.int64, device=device)
-            module.dist.broadcast(tensor, src=0, async_op=False)
+            module.dist.broadcast(tensor, src=module.dist.get_rank(), async_op=False)  # of its own numbers
             return tensor
 
         def same_length(lst: list[int]) -> None:
