@@ -75,3 +75,28 @@ def test_states_of_all_ranks_are_gathered_on_one() -> None:
         states = optimizer.state_dict()["state"]
         assert [state["momentum_buffer"].shape for state in states.values()] == [(WIDTH, WIDTH)] * WORLD
         assert torch.cuda.memory_allocated() == before
+
+
+@pytest.mark.filterwarnings("ignore:Detected an existing checkpoint:UserWarning")
+@pytest.mark.parametrize("world", [1, 4])
+def test_a_real_checkpoint_of_the_name_stays_where_files_are_written_for_real(
+    tmp_path: Path, world: int
+) -> None:
+    dcp.save({"model": {"weight": torch.arange(8.0)}}, checkpoint_id=tmp_path, no_dist=True)
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    with VirtualGPU("H100", rank=world - 1, world_size=world, alloc_conf="", writes="real") as gpu:
+        dist.init_process_group("cpu:gloo,cuda:nccl")
+        model = {"weight": torch.ones(16, device="cuda")}
+        dcp.save({"model": model}, checkpoint_id=tmp_path)
+        found = {"model": {"weight": torch.zeros(16, device="cuda")}}
+        dcp.load(found, checkpoint_id=tmp_path)
+        dcp.save({"model": {"weight": torch.ones(2)}}, checkpoint_id=tmp_path / "host", no_dist=True)
+        dist.destroy_process_group()
+    assert {warning.code for warning in gpu.run.warnings} >= {"save-skipped"}
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir() if file.is_file()} == before
+    real = {"model": {"weight": torch.zeros(8)}}
+    dcp.load(real, checkpoint_id=tmp_path, no_dist=True)
+    assert real["model"]["weight"].tolist() == list(range(8))
+    host = {"model": {"weight": torch.zeros(2)}}
+    dcp.load(host, checkpoint_id=tmp_path / "host", no_dist=True)
+    assert host["model"]["weight"].tolist() == [1.0, 1.0]

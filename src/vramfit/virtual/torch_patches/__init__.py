@@ -19,6 +19,7 @@ from vramfit.virtual.compiled import Compiler, load_graph_trees
 from vramfit.virtual.op_runner import OpRunner
 from vramfit.virtual.torch_patches import (
     card_routes,
+    checkpoint_folders,
     checkpoints,
     exporting,
     identity,
@@ -43,6 +44,7 @@ def install(mode: OpRunner, patches: PatchStack) -> None:
         modules,
         training_steps,
         checkpoints,
+        checkpoint_folders,
         staged_checkpoints,
         threads,
         card_routes,

@@ -127,6 +127,11 @@ def _storages(obj: Any) -> list[Any]:
     return list(probe.storages.values())
 
 
+def for_real() -> bool:
+    """Whether files are written for real."""
+    return _scratch() is None
+
+
 def _scratch() -> str | None:
     """A folder for passing files, where files are protected; None where they are written for real."""
     standing = files.current()
@@ -151,7 +156,7 @@ def _patch_torch_save(mode: OpRunner, patches: PatchStack, kept: dict[object, An
         scratch = _scratch()
         if scratch is None and _name(f) is not None:
             kept[_name(f)] = _park(mode, obj)
-            _tell(mode, f)
+            tell_skipped(mode, f)
             return None
         token = None
         if scratch is not None and _is_zip(args, kwargs):
@@ -267,7 +272,7 @@ def _patch_safetensors(mode: OpRunner, patches: PatchStack, kept: dict[object, A
         parked = _park(mode, dict(tensors))
         if _scratch() is None:
             kept[_name(filename)] = parked
-            _tell(mode, filename)
+            tell_skipped(mode, filename)
             return
         with open(filename, "w+b") as file:
             token = write_safetensors(tensors, file, metadata)
@@ -319,7 +324,8 @@ def _header(tensors: dict[str, Any], metadata: Any) -> Any:
     return json.loads(safetensors_header(whole, metadata)[0][8:])
 
 
-def _tell(mode: OpRunner, file: Any) -> None:
+def tell_skipped(mode: OpRunner, file: Any) -> None:
+    """Tell that a file was not replaced by one without values."""
     mode.machine.warn(
         "save-skipped",
         f"saving to {Path(file)} was skipped: its tensors are virtual and hold no values, and files are written for "
