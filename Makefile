@@ -100,7 +100,7 @@ lint: $(STAMP)
 	@echo "== ruff format: layout"
 	@$(BIN)/ruff format --check .
 	@echo "== mypy: types"
-	@$(BIN)/mypy
+	@MYPY_NUM_WORKERS=$(JOBS) $(BIN)/mypy
 	@echo "== import-linter: the floors"
 	@$(BIN)/lint-imports
 
