@@ -48,6 +48,13 @@ def test_the_worst_and_why(world: WorldMemory) -> None:
     )
 
 
+def test_ranks_that_reserve_as_much_and_differ_otherwise() -> None:
+    found = world_memory({0: run(0), 1: replace(run(0), host_pinned_peak_bytes=1 << 20)}, size=2, per_node=2)
+    text = " ".join(render(found, width=200).split())
+    assert "reserve as much, and differ in something else" in text
+    assert "0 B more" not in text
+
+
 def test_ranks_in_a_row_that_are_alike_are_one_row(world: WorldMemory) -> None:
     lines = render(world, width=120).splitlines()
     first = lines.index("Ranks")

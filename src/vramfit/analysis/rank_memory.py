@@ -397,11 +397,12 @@ def _reasons(ranks: tuple[RankMemory, ...], worst: int) -> list[str]:
             f"at its peak rank {most.rank} holds {format_bytes(more)} more than rank {least.rank}"
             + (f": {told}" if told else "")
         )
-    else:
-        apart = most.card.peak_reserved - least.card.peak_reserved
+    elif (apart := most.card.peak_reserved - least.card.peak_reserved) > 0:
         found.append(
             f"rank {most.rank} reserves {format_bytes(apart)} more than rank {least.rank}, and holds no more"
         )
+    elif not apart:
+        found.append(f"ranks {least.rank} and {most.rank} reserve as much, and differ in something else")
     return found
 
 
