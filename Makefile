@@ -100,7 +100,7 @@ lint: $(STAMP)
 	@echo "== ruff format: layout"
 	@$(BIN)/ruff format --check .
 	@echo "== mypy: types"
-	@MYPY_NUM_WORKERS=$(JOBS) $(BIN)/mypy
+	@MYPY_NUM_WORKERS=2 $(BIN)/mypy
 	@echo "== import-linter: the floors"
 	@$(BIN)/lint-imports
 

@@ -77,6 +77,10 @@ def test_states_of_all_ranks_are_gathered_on_one() -> None:
         assert torch.cuda.memory_allocated() == before
 
 
+def no_room(*_: object) -> None:
+    raise OSError("no room")
+
+
 @pytest.mark.filterwarnings("ignore:Detected an existing checkpoint:UserWarning")
 @pytest.mark.parametrize("world", [1, 4])
 def test_a_real_checkpoint_of_the_name_stays_where_files_are_written_for_real(
@@ -91,8 +95,13 @@ def test_a_real_checkpoint_of_the_name_stays_where_files_are_written_for_real(
         found = {"model": {"weight": torch.zeros(16, device="cuda")}}
         dcp.load(found, checkpoint_id=tmp_path)
         dcp.save({"model": {"weight": torch.ones(2)}}, checkpoint_id=tmp_path / "host", no_dist=True)
+        writer = dcp.FileSystemWriter(tmp_path)
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(dcp.CheckpointException) as failing:
+            patch.setattr(writer.fs, "create_stream", no_room)
+            dcp.save({"model": model}, storage_writer=writer, no_dist=True)
         dist.destroy_process_group()
     assert {warning.code for warning in gpu.run.warnings} >= {"save-skipped"}
+    assert (writer.path, failing.value.failures[0][0].args) == (tmp_path, ("no room",))
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir() if file.is_file()} == before
     real = {"model": {"weight": torch.zeros(8)}}
     dcp.load(real, checkpoint_id=tmp_path, no_dist=True)

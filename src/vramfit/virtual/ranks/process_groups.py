@@ -185,9 +185,8 @@ def _patch_backends(
 
     class Nccl(ProcessGroupNCCL):
         def __new__(cls, store: Any, rank: int, size: int, options: Any = None) -> Any:
-            if (
-                not mode.machine.devices
-            ):  # ProcessGroupNCCL.cpp, which does not initialise CUDA: DeviceMesh looks
+            # As ProcessGroupNCCL.cpp, which does not initialise CUDA: DeviceMesh looks whether anybody has.
+            if not mode.machine.devices:
                 raise ValueError("ProcessGroupNCCL is only supported with GPUs, no GPUs found!")
             if getattr(options, "is_high_priority_stream", False):
                 communicators.urgent.add(options.group_name)

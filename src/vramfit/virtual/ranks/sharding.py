@@ -50,7 +50,7 @@ def _expand_once(module: ModuleType, patches: PatchStack) -> None:
     Its strategies of such an op are those of its elements, each worked out anew: of 405 billion parameters that is more
     than half of the processor's time of a first step. Layers are alike, so of 1,100 tensors there are a dozen kinds.
     """
-    original = vars(module).get("_expand_single_dim_strategy_to_mesh")  # new in torch 2.11
+    original = vars(module).get("_expand_single_dim_strategy_to_mesh")  # not in every torch
     if original is None:
         return
     several, one = module.TupleStrategy, module.OpStrategy

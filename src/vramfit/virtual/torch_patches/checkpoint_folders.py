@@ -64,7 +64,11 @@ def _patch_writer(writer: Any, mode: OpRunner, folders: _Folders, patches: Patch
         self._vramfit_named = self.path
         tell_skipped(mode, self.path)
         self.path = folders.instead_of(self.path)
-        return write(self, plan, planner)
+        try:
+            return write(self, plan, planner)
+        except BaseException:  # nobody finishes what could not be written
+            self.path = vars(self).pop("_vramfit_named")
+            raise
 
     def finished(self: Any, *args: Any, **named: Any) -> Any:
         try:
