@@ -136,7 +136,7 @@ def test_accelerate_reads_its_configuration_and_tells_its_variables(tmp_path: Pa
         launched(["accelerate", "launch", "--cpu", "t.py"], 8)
 
 
-def test_accelerate_tells_what_deepspeed_is_to_do(tmp_path: Path) -> None:
+def test_accelerate_tells_what_deepspeed_is_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("accelerate")
     options = (
         "--use_deepspeed --num_processes 4 --zero_stage 3 --mixed_precision bf16 --gradient_clipping 1.0"
@@ -158,3 +158,6 @@ def test_accelerate_tells_what_deepspeed_is_to_do(tmp_path: Path) -> None:
     assert several.environ["ACCELERATE_DEEPSPEED_ZERO_STAGE"] == "2"
     told = several.environ["ACCELERATE_CONFIG_DS_FIELDS"].split(",")
     assert told == ["zero_stage", "deepspeed_multinode_launcher", "mixed_precision"]
+    monkeypatch.setattr("accelerate.utils.launch.is_fp8_available", lambda: False)
+    with pytest.raises(UsageError, match="accelerate launch: FP8 is not available"):
+        launched(f"accelerate launch {options.replace('bf16', 'fp8')} train.py".split(), 8)

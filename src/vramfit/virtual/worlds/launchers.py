@@ -315,15 +315,16 @@ def _accelerate(name: str, arguments: list[str], cards: int) -> Launched:
     before = dict(os.environ)
     if options.use_deepspeed:
         # As accelerate's own launch_command does: a DeepSpeed file must not say anew what its configuration file says.
-        said = [
-            *(settings.deepspeed_config if settings else ()),
-            *["mixed_precision"][: bool(with_precision)],
-        ]
+        said = list(settings.deepspeed_config) if settings else []
+        said += ["mixed_precision"] if with_precision else []
         options.deepspeed_fields_from_accelerate_config = ",".join(said)
-        # Beside the command of DeepSpeed's own launcher, which starts the same program on several machines.
-        environ = prepare_deepspeed_cmd_env(options)[1]
-    else:
-        environ = prepare_multi_gpu_env(options)
+    try:
+        # Of DeepSpeed beside the command of its own launcher, which starts the same program on several machines.
+        environ = (
+            prepare_deepspeed_cmd_env(options)[1] if options.use_deepspeed else prepare_multi_gpu_env(options)
+        )
+    except (ValueError, RuntimeError, ImportError) as error:  # options that do not go together, or a library
+        raise UsageError(f"accelerate launch: {error}", "Write it as it runs on cards") from None
     return Launched(
         launcher="accelerate launch",
         program=_program(options.training_script, options.training_script_args, module=options.module),
