@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from vramfit.arguments import call_argument, path_argument, shown, whole_argument
 from vramfit.errors import UsageError
@@ -17,6 +16,7 @@ from vramfit.inference.tile_progress import tile_progress
 from vramfit.inference.tile_settings import Blend, Padding, Stitch, TileSettings
 from vramfit.inference.tiled_inference import make_job, run_job
 from vramfit.planner.tile_choice import choose_tile
+from vramfit.torch_internals.modules import BatchNorm
 
 E = TypeVar("E", Blend, Padding, Stitch)
 
@@ -145,7 +145,7 @@ def _check_mode(model: Any) -> None:
     """Batch norm in training mode makes each tile another network, and changes the model."""
     if isinstance(model, nn.Module):
         for module in model.modules():
-            if isinstance(module, _BatchNorm) and module.training and module.track_running_stats:
+            if isinstance(module, BatchNorm) and module.training and module.track_running_stats:
                 raise UsageError(
                     "the model is in training mode, in which batch norm depends on the tile",
                     "Call model.eval()",

@@ -16,11 +16,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from vramfit.calibrate.cases import Case, Flag
 from vramfit.calibrate.records import BlockKind, CaseRecord, Give, OpRecord, Step, Take, canonical
 from vramfit.capture.ops import OpInfo, strided_parts, tensors_in
+from vramfit.torch_internals import memory
+from vramfit.torch_internals.autograd_engine import current_graph_task_id
+from vramfit.torch_internals.dispatch import OpOverload, TorchDispatchMode
 from vramfit.virtual.kernels.measured import Switches, signature
 
 # -- watching ops: when each begins and ends, and which blocks belong to it ----------------------------------
@@ -110,14 +112,14 @@ class OpWatch(TorchDispatchMode):
         """Whether a call only looks at memory that is there."""
         found = self._views.get(func)
         if found is None:
-            is_op = isinstance(func, torch._ops.OpOverload) and func is not _PRIM_DEVICE
+            is_op = isinstance(func, OpOverload) and func is not _PRIM_DEVICE
             found = self._views[func] = not is_op or OpInfo(func, None).view
         return found
 
 
 def _sums_gradients(func: Any) -> bool:
     """Whether the engine may be summing two gradients, which it does in place only where no mode is active."""
-    return func is _ADD and torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
+    return func is _ADD and current_graph_task_id() != -1 and not torch.is_grad_enabled()
 
 
 def _place(call: WatchedCall, out: Any) -> None:
@@ -243,18 +245,15 @@ class CaseMeter:
     def watch(self, run: Callable[[], object]) -> list[OpRecord]:
         """Run something once; returns what each of its ops did with memory."""
         listener = _History(self._marks)
-        memory = torch.cuda.memory
-        memory._record_memory_history(
-            "all", context=None, stacks="python", max_entries=_HISTORY, clear_history=True
-        )
+        memory.record_history("all", context=None, stacks="python", max_entries=_HISTORY, clear_history=True)
         try:
             self._marks.set()
             with OpWatch(listener):
                 run()
             torch.cuda.synchronize(self._device)
-            events = memory._snapshot()["device_traces"][self._device]
+            events = memory.snapshot()["device_traces"][self._device]
         finally:
-            memory._record_memory_history(None)
+            memory.record_history(None)
         parts = list(_parts(events))
         if len(parts) != len(listener.calls):
             raise RuntimeError(f"{len(listener.calls)} ops ran, but the history shows {len(parts)}")

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from vramfit.launch.running import OWN_FOLDERS
+from vramfit.torch_internals.autograd_engine import current_graph_task_id
 from vramfit.trace import Frame, TraceBuilder
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
@@ -317,7 +318,7 @@ class PhaseTracker:
             self._closed = self._closed or inside > 0
             return not inside
         # After one that had passes of its own; steps inside of another's, or of a backward pass, are parts of it.
-        return self._closed and inside == 1 and torch._C._current_graph_task_id() == -1
+        return self._closed and inside == 1 and current_graph_task_id() == -1
 
     def end_backward(self) -> None:
         """Note that a backward pass is over: after that of a closure the optimizer goes on."""

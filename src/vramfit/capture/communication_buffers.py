@@ -12,7 +12,9 @@ from types import ModuleType
 from typing import Any
 
 from vramfit.capture.storages import StorageMeter
-from vramfit.patching import PatchStack, after_import
+from vramfit.patching import PatchStack
+from vramfit.torch_internals import distributed
+from vramfit.torch_internals.names import change_after_import
 from vramfit.trace import Category
 
 Within = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -22,10 +24,10 @@ def install(meter: StorageMeter[Any], patches: PatchStack) -> None:
     """Let what torch allocates for communication count as that, until the patches are undone."""
     communicating = allocating(meter, Category.COMMUNICATION_BUFFERS)
 
-    def data_parallel(module: ModuleType) -> None:
+    def data_parallel(module: ModuleType, patches: PatchStack) -> None:
         """The reducer makes its buckets in C++ when it is made, and again in the order in which gradients came."""
         ddp = module.DistributedDataParallel
-        patches.set(ddp, "_ddp_init_helper", communicating(ddp._ddp_init_helper))
+        distributed.ddp_init.replace(patches, communicating(distributed.ddp_init.get()))
         original = ddp.register_comm_hook
 
         @functools.wraps(original)
@@ -35,24 +37,17 @@ def install(meter: StorageMeter[Any], patches: PatchStack) -> None:
 
         patches.set(ddp, "register_comm_hook", register)
 
-    def reducer(module: ModuleType) -> None:
-        rebuild = module.Reducer._rebuild_buckets
-        patches.set(module.Reducer, "_rebuild_buckets", communicating(rebuild))
-        # Both keep their names where torch imported them from.
-        patches.set(module, "_broadcast_coalesced", communicating(module._broadcast_coalesced))
+    def reducer(_: ModuleType, patches: PatchStack) -> None:
+        for place in (distributed.rebuilt_buckets, distributed.broadcast_coalesced):
+            place.replace(patches, communicating(place.get()))
 
-    def pipeline(module: ModuleType) -> None:
+    def pipeline(_: ModuleType, patches: PatchStack) -> None:
         """What a stage receives from its neighbours lies where it was received until its backward pass is done."""
-        patches.set(module, "_make_tensor_from_meta", communicating(module._make_tensor_from_meta))
+        distributed.received_tensor.replace(patches, communicating(distributed.received_tensor.get()))
 
-    after_import(
-        {
-            "torch.distributed": reducer,
-            "torch.nn.parallel.distributed": data_parallel,
-            "torch.distributed.pipelining.stage": pipeline,
-        },
-        patches,
-    )
+    changes = {"torch.distributed": reducer, "torch.nn.parallel.distributed": data_parallel}
+    change_after_import(distributed.DDP, changes, patches)
+    change_after_import(distributed.PIPELINES, {distributed.STAGES: pipeline}, patches)
 
 
 def allocating(meter: StorageMeter[Any], category: Category) -> Within:

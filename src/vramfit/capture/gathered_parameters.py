@@ -19,66 +19,64 @@ from typing import Any
 
 from vramfit.capture.communication_buffers import allocating
 from vramfit.capture.storages import StorageMeter
-from vramfit.patching import PatchStack, after_import
+from vramfit.patching import PatchStack
+from vramfit.torch_internals import distributed
+from vramfit.torch_internals.names import change_after_import
 from vramfit.trace import Category
-
-_FSDP2 = "torch.distributed.fsdp._fully_shard."
-_FLAT = ("_full_param_padded", "_full_prec_full_param_padded")
-"""What FSDP1 gathers into, in the precision of computation and in full."""
 
 
 def install(meter: StorageMeter[Any], patches: PatchStack) -> None:
     """Let what FSDP gathers count as what it is, until the patches are undone."""
-    first, second = _FlatParameters(meter, patches), _ParameterGroups(meter, patches)
-    after_import(
-        {
-            f"{_FSDP2}_fsdp_param_group": second.groups,
-            f"{_FSDP2}_fsdp_param": second.parameters,
-            "torch.distributed.fsdp._flat_param": first.handles,
-            "torch.distributed.fsdp._runtime_utils": first.runtime,
-        },
-        patches,
-    )
+    first, second = _FlatParameters(meter), _ParameterGroups(meter)
+    changes = {
+        distributed.FSDP2_GROUPS: second.groups,
+        distributed.FSDP2_PARAMETERS: second.parameters,
+        distributed.FSDP1_HANDLES: first.handles,
+        distributed.FSDP1_RUNTIME: first.runtime,
+    }
+    change_after_import(distributed.FSDP, changes, patches)
 
 
 class _Followed:
-    """A meter, and the patches that let it see."""
+    """A meter that is to see what FSDP does."""
 
-    def __init__(self, meter: StorageMeter[Any], patches: PatchStack) -> None:
+    def __init__(self, meter: StorageMeter[Any]) -> None:
         self._meter = meter
-        self._patches = patches
         self._communicating = allocating(meter, Category.COMMUNICATION_BUFFERS)
         self._unsharding = allocating(meter, Category.UNSHARDED_PARAMETERS)
         self._reducing = allocating(meter, Category.GRADIENTS)
 
-    def _wrap(self, owner: Any, name: str, change: Callable[[Callable[..., Any]], Any]) -> None:
+    @staticmethod
+    def _wrap(
+        patches: PatchStack, owner: Any, name: str, change: Callable[[Callable[..., Any]], Any]
+    ) -> None:
         """Replace a function of a class or module, if this torch has it."""
         original = vars(owner).get(name)
         if original is not None:
             static = isinstance(original, staticmethod)
             changed = change(original.__func__ if static else original)
-            self._patches.set(owner, name, staticmethod(changed) if static else changed)
+            patches.set(owner, name, staticmethod(changed) if static else changed)
 
 
 class _ParameterGroups(_Followed):
     """FSDP2."""
 
-    def __init__(self, meter: StorageMeter[Any], patches: PatchStack) -> None:
-        super().__init__(meter, patches)
+    def __init__(self, meter: StorageMeter[Any]) -> None:
+        super().__init__(meter)
         self._entering: list[Any] = []  # groups whose modules are about to run, or to go backward
 
-    def groups(self, module: ModuleType) -> None:
+    def groups(self, module: ModuleType, patches: PatchStack) -> None:
         """``FSDPParamGroup``, and the collectives that it imports."""
         group = module.FSDPParamGroup
         for name in ("pre_forward", "pre_backward"):
-            self._wrap(group, name, self._enter)
-        self._wrap(group, "unshard", self._gather)
-        self._wrap(group, "wait_for_unshard", self._use)
-        self._wrap(module, "foreach_all_gather_copy_out", self._communicating)
-        self._wrap(group, "post_backward", self._reduce)
-        self._wrap(module, "foreach_reduce", self._communicating)
+            self._wrap(patches, group, name, self._enter)
+        self._wrap(patches, group, "unshard", self._gather)
+        self._wrap(patches, group, "wait_for_unshard", self._use)
+        self._wrap(patches, module, "foreach_all_gather_copy_out", self._communicating)
+        self._wrap(patches, group, "post_backward", self._reduce)
+        self._wrap(patches, module, "foreach_reduce", self._communicating)
 
-    def parameters(self, module: ModuleType) -> None:
+    def parameters(self, module: ModuleType, patches: PatchStack) -> None:
         """``FSDPParam``: what modules compute with."""
         parameter = module.FSDPParam
         for name in (
@@ -87,8 +85,8 @@ class _ParameterGroups(_Followed):
             "init_unsharded_param",
             "to_sharded_post_forward",
         ):
-            self._wrap(parameter, name, self._unsharding)
-        self._wrap(parameter, "to_accumulated_grad_if_needed", self._reducing)
+            self._wrap(patches, parameter, name, self._unsharding)
+        self._wrap(patches, parameter, "to_accumulated_grad_if_needed", self._reducing)
 
     def _enter(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -104,10 +102,10 @@ class _ParameterGroups(_Followed):
     def _gather(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def unshard(group: Any, *args: Any, **kwargs: Any) -> Any:
-            before = group._all_gather_result
+            before = distributed.gather_result(group)
             with self._meter.allocating(Category.COMMUNICATION_BUFFERS):
                 found = original(group, *args, **kwargs)
-            result = group._all_gather_result
+            result = distributed.gather_result(group)
             ahead = not self._entering or self._entering[-1] is not group
             if result is not None and result is not before and ahead:
                 self._meter.tag(result.all_gather_output, Category.PREFETCH)
@@ -118,7 +116,7 @@ class _ParameterGroups(_Followed):
     def _use(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def wait(group: Any, *args: Any, **kwargs: Any) -> Any:
-            if (result := group._all_gather_result) is not None:
+            if (result := distributed.gather_result(group)) is not None:
                 self._meter.turn(result.all_gather_output, Category.PREFETCH, Category.COMMUNICATION_BUFFERS)
             with self._meter.allocating(Category.COMMUNICATION_BUFFERS):
                 return original(group, *args, **kwargs)
@@ -129,7 +127,7 @@ class _ParameterGroups(_Followed):
         @functools.wraps(original)
         def post_backward(group: Any, *args: Any, **kwargs: Any) -> Any:
             for parameter in group.fsdp_params:
-                self._gradient(getattr(parameter, "_unsharded_param", None))
+                self._gradient(distributed.unsharded_parameter(parameter))
             found = original(group, *args, **kwargs)
             for parameter in group.fsdp_params:
                 self._gradient(parameter.sharded_param)
@@ -145,23 +143,23 @@ class _ParameterGroups(_Followed):
 class _FlatParameters(_Followed):
     """FSDP1."""
 
-    def __init__(self, meter: StorageMeter[Any], patches: PatchStack) -> None:
-        super().__init__(meter, patches)
+    def __init__(self, meter: StorageMeter[Any]) -> None:
+        super().__init__(meter)
         self._ahead = False
 
-    def handles(self, module: ModuleType) -> None:
+    def handles(self, module: ModuleType, patches: PatchStack) -> None:
         """``FlatParamHandle``."""
         handle = module.FlatParamHandle
-        self._wrap(handle, "_alloc_padded_unsharded_flat_param", self._gather)
-        self._wrap(handle, "_use_low_precision_shard", self._lower)
+        self._wrap(patches, handle, distributed.FLAT_GATHER, self._gather)
+        self._wrap(patches, handle, distributed.FLAT_LOWER, self._lower)
         # A shard on the host that is about to be gathered.
-        self._wrap(handle, "flat_param_to", self._communicating)
+        self._wrap(patches, handle, "flat_param_to", self._communicating)
 
-    def runtime(self, module: ModuleType) -> None:
+    def runtime(self, module: ModuleType, patches: PatchStack) -> None:
         """What runs before and after modules."""
-        self._wrap(module, "_prefetch_handle", self._prefetch)
-        self._wrap(module, "_post_backward_hook", self._reduce)
-        self._wrap(module, "_accumulate_sharded_grad", self._accumulate)
+        self._wrap(patches, module, distributed.FLAT_PREFETCH, self._prefetch)
+        self._wrap(patches, module, distributed.FLAT_REDUCE, self._reduce)
+        self._wrap(patches, module, distributed.FLAT_ACCUMULATE, self._accumulate)
 
     def _gather(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -187,7 +185,7 @@ class _FlatParameters(_Followed):
         @functools.wraps(original)
         def prefetch(state: Any, handle: Any, *args: Any, **kwargs: Any) -> Any:
             # It is called for the handle whose module is about to run, to gather that of another one.
-            for name in _FLAT if handle else ():
+            for name in distributed.FLAT_PARAMETERS if handle else ():
                 if (gathered := getattr(handle.flat_param, name, None)) is not None:
                     self._meter.turn(gathered, Category.PREFETCH, Category.UNSHARDED_PARAMETERS)
             before, self._ahead = self._ahead, True

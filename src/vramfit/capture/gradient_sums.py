@@ -17,7 +17,14 @@ import sys
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from vramfit.torch_internals.autograd_engine import (
+    current_autograd_node,
+    current_graph_task_id,
+    storage_use_count,
+)
+from vramfit.torch_internals.dispatch import TorchDispatchMode
+from vramfit.torch_internals.fake_tensors import FakeTensor, is_non_overlapping_and_dense
 
 _ADD = torch.ops.aten.add.Tensor
 _ACCUMULATES = "torch::autograd::AccumulateGrad"
@@ -29,7 +36,7 @@ def summed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Te
     """The first of two gradients, with the other added to it; None if the engine would not sum them in place."""
     if func is not _ADD or kwargs or not _gradients(args):
         return None
-    node: Any = torch._C._current_autograd_node()
+    node: Any = current_autograd_node()
     if node is not None and node.name() == _ACCUMULATES:
         return args[0].add_(args[1])  # type: ignore[no-any-return]
     if not _exclusive or any(one > most for one, most in zip(_counts(args[0]), _exclusive[0], strict=True)):
@@ -64,19 +71,19 @@ class _Looking(TorchDispatchMode):
 
 def _gradients(args: tuple[Any, ...]) -> bool:
     """Whether these are two CPU tensors of one shape and dtype, in a backward pass that builds no graph."""
-    if torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
+    if current_graph_task_id() == -1 or torch.is_grad_enabled():
         return False
     if not all(isinstance(given, torch.Tensor) for given in args):
         return False
     one, other = args
     return (
         one.device.type == other.device.type == "cpu"
-        and not isinstance(one, torch._subclasses.FakeTensor)
+        and not isinstance(one, FakeTensor)
         and (one.shape, one.dtype, one.layout) == (other.shape, other.dtype, torch.strided)
-        and torch._prims_common.is_non_overlapping_and_dense_or_false(one)
+        and is_non_overlapping_and_dense(one)
     )
 
 
 def _counts(tensor: Any) -> tuple[int, int, int]:
-    storage = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    storage = storage_use_count(tensor.untyped_storage()._cdata)
     return tensor._use_count(), storage, sys.getrefcount(tensor)

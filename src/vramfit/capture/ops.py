@@ -6,7 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
+
+from vramfit.torch_internals import dispatch
+from vramfit.torch_internals.dispatch import OpOverload
+from vramfit.torch_internals.fake_tensors import FakeTensor
 
 # Tells ops apart as `id` does, which Python announces to audit hooks at each call: files/ has one (attribution.py).
 identity = object.__hash__
@@ -57,7 +60,7 @@ class OpInfo:
         "view",
     )
 
-    def __init__(self, func: torch._ops.OpOverload, handler: Rule | None) -> None:
+    def __init__(self, func: OpOverload, handler: Rule | None) -> None:
         schema = func._schema
         self.name = schema.name.replace("::", ".")
         self.overload = str(func)
@@ -75,7 +78,7 @@ class OpInfo:
         self.last_first = self.name in _LAST_FIRST
         self.random = torch.Tag.nondeterministic_seeded in func.tags
         self.takes_generator = any(a.name == "generator" for a in schema.arguments)
-        has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+        has_kernel = dispatch.has_kernel
         self.composite = has_kernel(func.name(), "CompositeImplicitAutograd") and not has_kernel(
             func.name(), "CUDA"
         )
@@ -100,17 +103,17 @@ class OpTable:
 
     def __init__(
         self,
-        rules: dict[torch._ops.OpOverload, Rule],
+        rules: dict[OpOverload, Rule],
         late: dict[str, Rule] | None = None,
-        foreign: Callable[[torch._ops.OpOverload], Rule | None] | None = None,
+        foreign: Callable[[OpOverload], Rule | None] | None = None,
     ) -> None:
         self._rules = rules
         self._late = late or {}
         self._foreign = foreign
-        self._known: dict[torch._ops.OpOverload, OpInfo] = {}
+        self._known: dict[OpOverload, OpInfo] = {}
         self.met: dict[int, OpInfo] = {}
 
-    def __getitem__(self, func: torch._ops.OpOverload) -> OpInfo:
+    def __getitem__(self, func: OpOverload) -> OpInfo:
         info = self._known.get(func)
         if info is None:
             late = self._late.get(str(func)) or self._late.get(f"{func.namespace}.*")

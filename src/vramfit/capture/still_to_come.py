@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from vramfit.torch_internals.autograd_engine import current_graph_task_id
 from vramfit.trace import Category, StillToCome
 
 _STATES: Mapping[type[Optimizer], tuple[int, tuple[str, ...]]] = {
@@ -68,7 +69,7 @@ def still_to_come(
     parameters = [parameter for parameter in trained if parameter.requires_grad and here(parameter)]
     # A list: the collector knows a tuple that is growing too, and then it cannot grow.
     optimizers = list(_optimizers(here))
-    in_backward = torch._C._current_graph_task_id() != -1
+    in_backward = current_graph_task_id() != -1
     # Closures that an optimizer calls work with gradients, what it does itself works without.
     stepping = moment.stepping and not torch.is_grad_enabled() and not in_backward
     owned = {id(parameter) for _, group in optimizers for parameter in group["params"]}

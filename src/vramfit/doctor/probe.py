@@ -83,7 +83,7 @@ def query_torch(settings: str = "") -> Torch:
     of ours on it."""
     import torch
 
-    settings_error = _try_settings(torch, settings)
+    settings_error = _try_settings(settings)
     found = Torch(
         version=torch.__version__,
         cuda=torch.version.cuda,
@@ -106,9 +106,11 @@ def query_torch(settings: str = "") -> Torch:
     return replace(found, count=count, devices=_with_driver(devices), error=error)
 
 
-def _try_settings(torch: Any, settings: str) -> str:
+def _try_settings(settings: str) -> str:
     """What torch itself says to the settings of the environment, which this process was started without."""
-    setter = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    from vramfit.torch_internals.memory import settings_setter  # torch is imported late here
+
+    setter = settings_setter()
     if not settings or setter is None:
         return ""
     try:

@@ -17,10 +17,10 @@ from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from vramfit.arguments import shown
 from vramfit.errors import UsageError, WriteError
+from vramfit.torch_internals.fake_tensors import FakeTensor
 from vramfit.writing import refused
 
 Region: TypeAlias = tuple["slice[Any, Any, Any]", ...]

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from vramfit.torch_internals.modules import wraps_compiled
+
 _NEVER = 1 << 62
 
 
@@ -96,6 +98,6 @@ def _leaves(model: Any) -> list[nn.Module]:
     if not isinstance(model, nn.Module):
         return []
     modules = list(model.modules())
-    if any(hasattr(module, "_orig_mod") or isinstance(module, torch.jit.ScriptModule) for module in modules):
+    if any(wraps_compiled(module) or isinstance(module, torch.jit.ScriptModule) for module in modules):
         return []
     return [module for module in modules if next(module.children(), None) is None]

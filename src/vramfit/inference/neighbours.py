@@ -15,10 +15,10 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from vramfit.errors import UsageError
+from vramfit.torch_internals.fake_tensors import FakeTensor
+from vramfit.torch_internals.modules import BatchNorm
 from vramfit.workload.containers import mapped_leaves, named_tensors_in, tensors_in
 
 Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
@@ -103,7 +103,7 @@ def holds_values(call: Call) -> bool:
 def coupled_by_structure(model: nn.Module) -> NeighbourReport | None:
     """What the structure of a model says already: batch norm with the statistics of its input."""
     for name, module in model.named_modules():
-        if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
+        if isinstance(module, BatchNorm) and (module.training or module.running_mean is None):
             return NeighbourReport(
                 coupling=Coupling.NEIGHBOURS,
                 why=f"{name or 'the model'} is a {type(module).__name__} that normalises with the statistics of its "

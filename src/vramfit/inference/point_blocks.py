@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from vramfit.arguments import number_argument, shown, whole_argument
 from vramfit.errors import UsageError
+from vramfit.torch_internals.fake_tensors import FakeTensor
 from vramfit.workload.containers import mapped_leaves, tensors_in
 
 _SLACK = 1e-5

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _disable_current_modes
 
+from vramfit.torch_internals.dispatch import disable_current_modes
 from vramfit.workload.containers import tensors_in
 
 _MOST_BYTES = 8 << 30
@@ -44,7 +44,7 @@ class ProbeSubject:
         self._seconds = seconds
         self.called: set[str] = set()
         self._last = (0.0, 1)
-        with _disable_current_modes():
+        with disable_current_modes():
             owner = getattr(model, "__self__", model)
             copied = _copied(owner) if isinstance(owner, nn.Module) else owner
             self.module = copied if isinstance(copied, nn.Module) else None
@@ -63,7 +63,7 @@ class ProbeSubject:
 
     def inputs(self, sizes: Sequence[int], *, batch: int = 1, seed: int = 0) -> torch.Tensor:
         """A random input of these spatial sizes, the same for the same seed."""
-        with _disable_current_modes():
+        with disable_current_modes():
             generator = torch.Generator().manual_seed(seed)
             shape = (batch, self.shape[1], *sizes)
             return torch.rand(shape, generator=generator, dtype=torch.float64) * 2 - 1
@@ -84,7 +84,7 @@ class ProbeSubject:
         if began + expected > self._until:
             raise ProbeStoppedError(f"the probe would take more than {self._seconds:g} s")
         with contextlib.ExitStack() as stack:
-            stack.enter_context(_disable_current_modes())
+            stack.enter_context(disable_current_modes())
             stack.enter_context(torch.no_grad())
             devices = [self.device] if self.device.type == "cuda" else []
             stack.enter_context(torch.random.fork_rng(devices=devices))

@@ -17,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from vramfit.inference.layerwise.chunk_height import ChunkHeight, ChunkStore
 from vramfit.inference.layerwise.layer_runner import RULES
@@ -27,6 +26,7 @@ from vramfit.inference.layerwise.row_nodes import LayerNode
 from vramfit.inference.layerwise.row_tensors import RowTensor, row_tensors_in
 from vramfit.inference.layerwise.row_windows import RowTable, RowWindow, SameRows
 from vramfit.inference.structural_rules import structural_rules
+from vramfit.torch_internals.dispatch import disable_current_modes
 
 _LARGEST = 1 << 14
 """Extent up to which an input is tried."""
@@ -74,7 +74,7 @@ def structural_fields(model: Callable[..., Any], example: torch.Tensor) -> list[
     """
     if example.dim() < 3:
         raise StructureUnknownError("its input has no spatial dimensions")
-    with _disable_current_modes():
+    with disable_current_modes():
         hollow = _hollow(model) if isinstance(model, nn.Module) else model
         return [_field(hollow, example, dim) for dim in range(example.dim() - 2)]
 

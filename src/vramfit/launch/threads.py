@@ -5,9 +5,8 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from torch.utils._python_dispatch import TorchDispatchMode
-
 from vramfit.patching import PatchStack
+from vramfit.torch_internals.dispatch import TorchDispatchMode
 
 
 class _ThreadMode(TorchDispatchMode):

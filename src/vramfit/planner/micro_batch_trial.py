@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from vramfit.errors import UsageError
@@ -39,6 +38,7 @@ from vramfit.planner.whole_and_pieces import (
 from vramfit.planner.workload_check import brief
 from vramfit.techniques import Profile
 from vramfit.techniques.micro_batching import MicroBatchingSetting, batch_size_name
+from vramfit.torch_internals.dispatch import TorchDispatchMode
 from vramfit.workload import Batch, Workload
 
 _SECONDS = 30.0

@@ -21,10 +21,10 @@ from dataclasses import dataclass, is_dataclass, replace
 from typing import Any
 
 import torch
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only
 
 from vramfit.planner.promised_errors import allowed_error
 from vramfit.techniques import Numerics, live_of
+from vramfit.torch_internals.pytree import keystr, tree_flatten_with_path, tree_map_only
 from vramfit.workload import Workload
 
 FLIPPED = 1e-3

@@ -15,9 +15,9 @@ from typing import Any
 
 import cloudpickle
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from vramfit.errors import UsageError
+from vramfit.torch_internals.fake_tensors import FakeTensor
 from vramfit.workload import Batch, Workload
 
 _SMALL = 4096

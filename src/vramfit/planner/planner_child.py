@@ -84,6 +84,7 @@ from vramfit.planner.workload_check import check_workload, failure_of_task
 from vramfit.techniques import with_choices
 from vramfit.techniques.quantization.byte_program import FormatTable
 from vramfit.techniques.quantization.weight_formats import WeightFormat
+from vramfit.torch_internals.pytree import LOGGER as pytree_logger
 from vramfit.virtual.gpu import VirtualGPU
 from vramfit.workload import Workload, load_workload
 
@@ -93,7 +94,7 @@ _INTERRUPTED = 130
 _REAL = ("cpu", "card")
 """Devices on which a workload really runs."""
 
-_TALKATIVE = ("torchao", "torch.utils._pytree")
+_TALKATIVE = ("torchao", pytree_logger)
 """Loggers of libraries that warn when torchao is imported, of compiled extensions and of its own enumerations."""
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
-from torch.utils._python_dispatch import TorchDispatchMode
+from vramfit.torch_internals.dispatch import TorchDispatchMode
 
 INTERRUPTED = "interrupted"
 """Why a search ended that Ctrl-C stopped."""

@@ -19,7 +19,6 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from vramfit.capture.gradient_sums import summed
@@ -27,6 +26,8 @@ from vramfit.techniques import BlockOp, ModelBlock
 from vramfit.techniques.activation_checkpointing.op_facts import repeats
 from vramfit.techniques.core.model_profile import ALWAYS, Saved
 from vramfit.techniques.support.blocks import find_blocks
+from vramfit.torch_internals.autograd_engine import current_autograd_node, sequence_number
+from vramfit.torch_internals.dispatch import TorchDispatchMode
 
 BETWEEN = -1
 """Index of the intervals that belong to no block."""
@@ -196,7 +197,7 @@ class StepProfiler(TorchDispatchMode):
             self._first = self._meter.boundaries
             self._began = self._now()
             self._meter.boundary()
-            self._starts.append(torch._C._autograd._get_sequence_nr())
+            self._starts.append(sequence_number())
             self._parts.append(BETWEEN)
             stack.enter_context(self)
             yield
@@ -256,7 +257,7 @@ class StepProfiler(TorchDispatchMode):
 
     def _part(self, index: int) -> None:
         """What follows in the forward pass belongs to another part of the model."""
-        self._starts.append(torch._C._autograd._get_sequence_nr())
+        self._starts.append(sequence_number())
         self._parts.append(index)
         self._begin_interval(index, backward=False)
 
@@ -276,7 +277,7 @@ class StepProfiler(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace == "prim":
             return func(*args, **kwargs)  # a question for the device of a fake tensor
-        node: Any = torch._C._current_autograd_node()
+        node: Any = current_autograd_node()
         owner = self._owner(node)
         if node is None and self._running:
             running = self._running[-1]
@@ -397,7 +398,7 @@ class StepProfiler(TorchDispatchMode):
                     op = seen.ops[made]
                     op.kept = True
                     # The node that saves it was made last.
-                    node = torch._C._autograd._get_sequence_nr() - 1
+                    node = sequence_number() - 1
                     op.last_saved = max(op.last_saved, node - self._starts[-1])
         return tensor
 

@@ -25,11 +25,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._device import _device_constructors
 
 from vramfit.patching import PatchStack
 from vramfit.planner.devices import cpu_backend
 from vramfit.techniques.micro_batching import batch_size_name
+from vramfit.torch_internals.fake_tensors import device_constructors
+from vramfit.torch_internals.modules import DropoutNd
 from vramfit.workload import Workload
 
 # -- Lets a model drop nothing, so that a batch and its pieces can be compared -------------------------------
@@ -67,7 +68,7 @@ def silence_dropout(model: nn.Module) -> bool:
         names = [name for name, value in vars(module).items() if "drop" in name and type(value) is float]
         kind = type(module).__name__.lower()
         dropping = any(part in kind for part in _DROPPING) and type(getattr(module, "p", None)) is float
-        if dropping or isinstance(module, nn.modules.dropout._DropoutNd):
+        if dropping or isinstance(module, DropoutNd):
             names.append("p")
         for name in names:
             found = found or getattr(module, name) > 0
@@ -163,7 +164,7 @@ class _LargeOnMeta(TorchFunctionMode):
     ) -> Any:
         """One function of torch."""
         kwargs = kwargs or {}
-        if func in _device_constructors() and kwargs.get("device") in (None, "cpu", torch.device("cpu")):
+        if func in device_constructors() and kwargs.get("device") in (None, "cpu", torch.device("cpu")):
             empty = func(*args, **kwargs | {"device": "meta"})
             if empty.numel() > _LARGE:
                 return empty

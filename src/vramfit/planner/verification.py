@@ -28,8 +28,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
 from vramfit.planner.devices.cost import DeviceBackend
 from vramfit.planner.output_check import OutputCheck
@@ -39,6 +37,8 @@ from vramfit.planner.promised_errors import allowed_error
 from vramfit.planner.trial_attempts import silence_dropout
 from vramfit.techniques import Numerics, live_of
 from vramfit.techniques.micro_batching import batch_size_name
+from vramfit.torch_internals.dispatch import TorchDispatchMode
+from vramfit.torch_internals.pytree import tree_map_only
 from vramfit.workload import State, Workload
 
 TINY = 1e-6

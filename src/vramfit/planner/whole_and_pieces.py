@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from vramfit.errors import UsageError
 from vramfit.planner.trial_attempts import NothingDropped, silence_dropout
@@ -31,6 +30,7 @@ from vramfit.techniques.micro_batching import (
     batch_size_name,
     find_cut,
 )
+from vramfit.torch_internals.modules import BatchNorm
 from vramfit.workload import Batch, Workload
 from vramfit.workload.containers import mapped
 
@@ -207,7 +207,7 @@ def _prepare(model: nn.Module) -> None:
     norms = batch_norms(model)
     if not model.training:
         for module in model.modules():
-            module.training = module.training or not isinstance(module, _BatchNorm)
+            module.training = module.training or not isinstance(module, BatchNorm)
     for norm in norms:
         norm.eval()
     silence_dropout(model)

@@ -8,12 +8,12 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from vramfit.planner.trial_attempts import most_model_bytes, ways_to_try
 from vramfit.techniques.core.forward_trace import trace_forward
 from vramfit.techniques.core.samples import Found, SmallSample, TracedModel
 from vramfit.techniques.micro_batching import batch_size_name
+from vramfit.torch_internals.pytree import tree_map_only
 from vramfit.workload import Workload, call_model
 
 _EXAMPLES = 2

@@ -22,6 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from vramfit.errors import EnvironmentUnfitError, UsageError
 from vramfit.patching import PatchStack
 from vramfit.record.recorder import watch
+from vramfit.torch_internals.cuda_device import nvtx_module
 
 Opened = Callable[[], object]
 """Closes a range."""
@@ -70,7 +71,7 @@ def annotate(
 
 def _has_nvtx() -> bool:
     """Whether ``torch.cuda.nvtx`` calls the library rather than a stand-in that raises."""
-    return type(getattr(torch.cuda.nvtx, "_nvtx", None)).__name__ not in ("_NVTXStub", "NoneType")
+    return type(nvtx_module()).__name__ not in ("_NVTXStub", "NoneType")
 
 
 def _openers(nvtx: bool, profiler: bool) -> list[Callable[[str], Opened]]:

@@ -53,6 +53,9 @@ from vramfit.record.recorder import (
     running,
     watch,
 )
+from vramfit.torch_internals import memory
+from vramfit.torch_internals.autograd_engine import current_graph_task_id
+from vramfit.torch_internals.cuda_device import call_when_initialized
 from vramfit.trace import (
     Category,
     DeviceOutcome,
@@ -147,7 +150,7 @@ class CardRecorder(Recorder):
         _recording = self
         try:
             watch(self, self._patches)
-            torch.cuda._lazy_call(self._begin)
+            call_when_initialized(self._begin)
         except BaseException:
             self._patches.undo()
             _recording = None
@@ -163,7 +166,7 @@ class CardRecorder(Recorder):
             total = torch.cuda.get_device_properties(index).total_memory
             self._fraction = torch.cuda.get_per_process_memory_fraction(index)
             torch.cuda.set_per_process_memory_fraction(min(1.0, self._budget / total), index)
-        torch.cuda.memory._record_memory_history(
+        memory.record_history(
             "all", context=_CONTEXT, stacks="python", max_entries=self._max_entries, clear_history=True
         )
         _attach_observer()
@@ -185,7 +188,7 @@ class CardRecorder(Recorder):
             self._result = self._outcome(error)
         finally:
             if self._began is not None:
-                torch.cuda.memory._record_memory_history(None)
+                memory.record_history(None)
                 if self._fraction is not None:
                     torch.cuda.set_per_process_memory_fraction(self._fraction, self._index())
         return self._result
@@ -237,21 +240,20 @@ class CardRecorder(Recorder):
         root = self._modules.enter(module)
         if self._began is None:
             return
-        memory = torch._C
         if root:
-            self._metadata_before = memory._cuda_getMemoryMetadata()
-            if memory._current_graph_task_id() == -1:
+            self._metadata_before = memory.metadata()
+            if current_graph_task_id() == -1:
                 with self._one_moment():
                     self._phase.begin(ProgramPhase.FORWARD)
                     self._meet_root(module, args, kwargs)
-        memory._cuda_setMemoryMetadata(MODULE_PREFIX + self._modules.current_path())
+        memory.set_metadata(MODULE_PREFIX + self._modules.current_path())
 
     def leave_module(self) -> None:
         """Name the enclosing module again."""
         empty = self._modules.leave()
         if self._began is not None:
             text = self._metadata_before if empty else MODULE_PREFIX + self._modules.current_path()
-            torch._C._cuda_setMemoryMetadata(text)
+            memory.set_metadata(text)
 
     def begin_backward(self) -> None:
         """Note that the backward pass begins."""
@@ -457,9 +459,9 @@ class CardRecorder(Recorder):
             self._note_last()
         self._devices = set(self._began)
         total = self._moment()
-        snapshot = torch.cuda.memory._snapshot()
+        snapshot = memory.snapshot()
         warnings = []
-        if not torch._C._cuda_isHistoryEnabled():
+        if not memory.is_recording():
             warnings.append(_warning("history-stopped", "the program itself ended torch's memory history"))
         read = trace_from_snapshot({**snapshot, "external_annotations": []})  # phases come from the notes
         held = {d: len(events) for d, events in enumerate(snapshot["device_traces"])}
@@ -526,8 +528,7 @@ def _attach_observer() -> None:
         if _recording is not None:
             _recording.note_oom(device, requested, free)
 
-    memory: Any = torch._C
-    memory._cuda_attach_out_of_memory_observer(observe)
+    memory.observe_out_of_memory(observe)
     _observed = True
 
 

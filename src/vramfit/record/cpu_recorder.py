@@ -32,6 +32,7 @@ from vramfit.record.recorder import (
     running,
     watch,
 )
+from vramfit.torch_internals.autograd_engine import current_graph_task_id
 from vramfit.trace import Category, DeviceOutcome, Run, Source, TraceBuilder, TraceDevice
 from vramfit.trace.journal import TraceJournal
 from vramfit.trace.outcome import platform_text
@@ -252,7 +253,7 @@ class CpuRecorder(Recorder):
     def enter_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Follow which module runs; a root's parameters and inputs are met here."""
         meter = self.meter
-        if not meter.modules.enter(module) or torch._C._current_graph_task_id() != -1 or self.mode.off:
+        if not meter.modules.enter(module) or current_graph_task_id() != -1 or self.mode.off:
             return
         self.mode.tick()
         meter.phases.begin(ProgramPhase.FORWARD)

@@ -21,13 +21,15 @@ from typing import Any
 import torch
 
 from vramfit.record.naming import is_a, local_names, location
+from vramfit.torch_internals.autograd_engine import FunctionBase, SavedTensor, TensorBase
+from vramfit.torch_internals.dispatch import DisableTorchFunction
 
 HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 """Where vramfit lies: its own frames and objects do not count."""
 
 STORAGES = (torch.UntypedStorage, torch.TypedStorage)
-_IS_LEAF: Any = torch._C.TensorBase.is_leaf
-_GRAD: Any = torch._C.TensorBase.grad
+_IS_LEAF: Any = TensorBase.is_leaf
+_GRAD: Any = TensorBase.grad
 
 
 class Heap:
@@ -94,10 +96,10 @@ class Heap:
     def storages_at(self) -> dict[int, int]:
         """Address of the memory -> the storage that has it, for all tensors, and those saved in the graph."""
         found: dict[int, int] = {}
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             for tensor in (*self.tensors, *self.graph.saved_tensors()):
                 try:
-                    storage = torch._C.TensorBase.untyped_storage(tensor)
+                    storage = TensorBase.untyped_storage(tensor)
                     found[storage.data_ptr()] = storage._cdata
                 except Exception:
                     continue
@@ -108,7 +110,7 @@ def _gradients(tensors: list[Any]) -> dict[int, list[Any]]:
     """Id of each gradient -> the tensors that have it; gradients that had no Python object join the tensors."""
     known = set(map(id, tensors))
     found: dict[int, list[Any]] = {}
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         for tensor in list(tensors):
             try:
                 gradient = _GRAD.__get__(tensor) if _IS_LEAF.__get__(tensor) else None
@@ -202,16 +204,16 @@ def _module_dicts() -> dict[int, str]:
 
 _MOST_NODES = 200_000
 _RAW = "_raw_saved_"
-_GRAD_FN: Any = torch._C.TensorBase.grad_fn
-_HOOKS: Any = torch._C.TensorBase._backward_hooks
-_SAVED: Any = torch._C._autograd.SavedTensor
+_GRAD_FN: Any = TensorBase.grad_fn
+_HOOKS: Any = TensorBase._backward_hooks
+_SAVED: Any = SavedTensor
 
 
 def storage_key(tensor: Any) -> int:
     """The key that tensors of one storage share; 0 for tensors without a storage (sparse, nested, wrappers)."""
     try:
-        with torch._C.DisableTorchFunction():
-            return int(torch._C.TensorBase.untyped_storage(tensor)._cdata)
+        with DisableTorchFunction():
+            return int(TensorBase.untyped_storage(tensor)._cdata)
     except Exception:
         return 0
 
@@ -219,7 +221,7 @@ def storage_key(tensor: Any) -> int:
 def is_node(value: object) -> bool:
     """Whether an object is a node of the autograd graph (its Python wrapper, or a custom Function's context)."""
     kind = type(value)
-    return issubclass(kind, torch._C._FunctionBase) or (
+    return issubclass(kind, FunctionBase) or (
         "next_functions" in kind.__dict__ and "_register_hook_dict" in kind.__dict__
     )
 
@@ -249,7 +251,7 @@ class Graph:
         self._names: dict[type, tuple[str, ...]] = {}
         self._waiting: deque[Any] = deque()
         self._alive = set(map(id, tensors))
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             for tensor in tensors:
                 self._result(tensor)
             for node in nodes:

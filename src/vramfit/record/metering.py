@@ -23,13 +23,19 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from vramfit.allocator import OutOfMemory
 from vramfit.capture.attribution import ProgramPhase
 from vramfit.capture.ops import OpInfo, OpTable
 from vramfit.capture.storages import LifetimePeaks, StorageMeter, StorageRecord, describe
+from vramfit.torch_internals.autograd_engine import current_graph_task_id
+from vramfit.torch_internals.dispatch import (
+    OpOverload,
+    TorchDispatchMode,
+    TorchDispatchModeKey,
+    get_dispatch_mode,
+)
+from vramfit.torch_internals.fake_tensors import FakeTensor
 from vramfit.trace import Category, EventKind, TraceBuilder
 from vramfit.units import format_bytes
 from vramfit.virtual.machine import Machine
@@ -311,8 +317,8 @@ def _what_it_leaves(info: OpInfo) -> Leaves:
 
 def _is_of_shapes(types: Any) -> bool:
     """Whether an op only works out shapes, on tensors without memory: DTensor asks so what an op gives as a whole."""
-    fake = torch._C._TorchDispatchModeKey.FAKE
-    return FakeTensor in types or torch._C._get_dispatch_mode(fake) is not None
+    fake = TorchDispatchModeKey.FAKE
+    return FakeTensor in types or get_dispatch_mode(fake) is not None
 
 
 class MeterMode(TorchDispatchMode):
@@ -350,7 +356,7 @@ class MeterMode(TorchDispatchMode):
             return func(*args, **kwargs)
         if types and not _PLAIN.issuperset(types) and self._has_wrapper(types):
             return NotImplemented  # the wrapper unpacks itself and calls again
-        if not isinstance(func, torch._ops.OpOverload):
+        if not isinstance(func, OpOverload):
             out = func(*args, **kwargs)
             self._adopt_all(out, str(func), None)
             return out
@@ -375,7 +381,7 @@ class MeterMode(TorchDispatchMode):
     def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
         """Follow the phase and note the arguments of an op outside every module; gives the category of its results."""
         meter = self.meter
-        if torch._C._current_graph_task_id() != -1:
+        if current_graph_task_id() != -1:
             if meter.phases.phase is not ProgramPhase.BACKWARD:
                 meter.phases.begin(ProgramPhase.BACKWARD)
             return None

@@ -21,6 +21,8 @@ from typing import Any
 import torch
 
 from vramfit.record.chains import Link, Through
+from vramfit.torch_internals.autograd_engine import TensorBase
+from vramfit.torch_internals.dispatch import DisableTorchFunction
 
 _LONGEST_KEY = 40
 _LONGEST_TEXT = 400
@@ -30,7 +32,7 @@ _NO_TEXT = frozenset(
 )  # of a module: what they hold reads as its attribute
 _CO_OPTIMIZED = 0x1
 _PARTIAL = functools.partial
-_SIZE: Any = torch._C.TensorBase.size
+_SIZE: Any = TensorBase.size
 _LRU = type(functools.lru_cache(lambda: None))
 _GENERATORS = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
 _LOCAL = threading.local
@@ -67,7 +69,7 @@ def key_text(key: object, depth: int = 0) -> str:
     if kind is tuple and depth < 2 and len(key) <= 4:  # type: ignore[arg-type]
         return f"({', '.join(key_text(one, depth + 1) for one in key)})"  # type: ignore[attr-defined]
     if issubclass(kind, torch.Tensor):
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             return f"<{kind.__name__} {tuple(_SIZE(key))}>"
     if issubclass(kind, enum.Enum):
         return f"{kind.__name__}.{object.__getattribute__(key, '_name_')}"

@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from vramfit.capture.storages import LifetimePeaks
+from vramfit.torch_internals.memory import statistics
 from vramfit.trace import Category, EventKind, MemoryTrace, TraceDevice
 from vramfit.trace.device_events import DeviceEvents
 from vramfit.trace.model import COLUMNS
@@ -48,7 +49,7 @@ class CardDemand:
             return (), ()
         found, peaks = [], []
         for device in range(torch.cuda.device_count()):
-            stats = torch._C._cuda_memoryStats(device)
+            stats = statistics(device)
             kinds = [stats[name]["all"] for name in ("allocation", "requested_bytes", "reserved_bytes")]
             found += [kind["allocated"] for kind in kinds[:2]]
             peaks += [kind["peak"] for kind in kinds[1:]]
@@ -61,7 +62,7 @@ def requests_and_frees(devices: Iterable[int]) -> dict[int, int]:
     """Requests and frees that devices' allocators have counted."""
     found = {}
     for device in devices:
-        counted = torch._C._cuda_memoryStats(device)["allocation"]["all"]
+        counted = statistics(device)["allocation"]["all"]
         found[device] = counted["allocated"] + counted["freed"]
     return found
 

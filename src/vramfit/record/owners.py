@@ -25,11 +25,13 @@ import torch
 from vramfit.record.chains import OwnerChain, Root, Through
 from vramfit.record.heap import HERE, STORAGES, Heap, storage_key, storage_of
 from vramfit.record.naming import Path, is_a, type_name
+from vramfit.torch_internals.autograd_engine import FunctionBase, TensorBase
+from vramfit.torch_internals.dispatch import DisableTorchFunction
 
 _BATCH = 16  # objects for one pass over the heap, which compares every reference there is with each of them
 _MOST_OBJECTS = 4_000
 _WIDEST = 160  # objects of one level that are followed
-_USE_COUNT: Any = torch._C.TensorBase._use_count  # type: ignore[attr-defined]
+_USE_COUNT: Any = TensorBase._use_count
 
 
 def owner_chains(
@@ -202,7 +204,7 @@ class OwnerSearch:
         if not issubclass(type(value), torch.Tensor):
             return True
         try:
-            with torch._C.DisableTorchFunction():
+            with DisableTorchFunction():
                 shared = _USE_COUNT(value) > 1  # C++ has a reference for all of its own
         except Exception:
             return True
@@ -373,7 +375,7 @@ class OwnerSearch:
 
         (torch/csrc/autograd/python_variable.cpp, THPVariable_subclass_traverse.)
         """
-        return holder not in self.graph.nodes and issubclass(type(self.objects[held]), torch._C._FunctionBase)
+        return holder not in self.graph.nodes and issubclass(type(self.objects[held]), FunctionBase)
 
     def _is_closed(self, circle: list[int]) -> bool:
         """Whether all references to the objects of a circle come from within it."""

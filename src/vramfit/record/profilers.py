@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch._C._profiler import _EventType
 
 from vramfit.errors import UsageError
+from vramfit.torch_internals.autograd_engine import EventType
 from vramfit.trace import Category, EventKind, Frame, MemoryTrace
 from vramfit.trace.frames import user_frame
 from vramfit.writing import write_text
@@ -161,7 +161,7 @@ def profiled_events(profile: Any) -> list[ProfiledEvent]:
     pending: list[tuple[Any, tuple[str, ...]]] = [(root, ()) for root in results.experimental_event_tree()]
     while pending:
         event, ops = pending.pop()
-        if event.tag == _EventType.Allocation:
+        if event.tag == EventType.Allocation:
             fields = event.extra_fields
             found.append(
                 ProfiledEvent(
@@ -172,7 +172,7 @@ def profiled_events(profile: Any) -> list[ProfiledEvent]:
                     ops=ops,
                 )
             )
-        elif event.tag == _EventType.TorchOp:
+        elif event.tag == EventType.TorchOp:
             ops = (event.name, *ops)
         pending.extend((child, ops) for child in event.children)
     found.sort(key=lambda event: event.time_ns)  # stable: blocks of one instant keep their order

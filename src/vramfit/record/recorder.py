@@ -26,6 +26,7 @@ from vramfit.errors import UsageError
 from vramfit.launch.stopping import StepSink
 from vramfit.patching import PatchStack
 from vramfit.runtime.watching.torch_figures import FigureSource
+from vramfit.torch_internals.autograd_engine import current_graph_task_id, engine_runs
 from vramfit.trace import Run
 
 T = TypeVar("T")
@@ -229,11 +230,10 @@ def _watch_modules(watcher: Watcher, patches: PatchStack) -> None:
 
 
 def _watch_engine(watcher: Watcher, patches: PatchStack) -> None:
-    graph = torch.autograd.graph
-    original = graph._engine_run_backward
+    original = engine_runs[0].get()
 
     def run_backward(*args: Any, **kwargs: Any) -> Any:
-        if torch._C._current_graph_task_id() != -1:  # reentrant, as in checkpointing
+        if current_graph_task_id() != -1:  # reentrant, as in checkpointing
             return original(*args, **kwargs)
         watcher.begin_backward()
         try:
@@ -241,5 +241,5 @@ def _watch_engine(watcher: Watcher, patches: PatchStack) -> None:
         finally:
             watcher.end_backward()
 
-    patches.set(graph, "_engine_run_backward", run_backward)
-    patches.set(torch.autograd, "_engine_run_backward", run_backward)
+    for place in engine_runs:
+        place.replace(patches, run_backward)

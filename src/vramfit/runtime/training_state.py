@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from vramfit.runtime.survival.step_state import GeneratorStates, ModuleState
+from vramfit.torch_internals.pytree import tree_flatten, tree_unflatten
 
 Optimizer = torch.optim.Optimizer
 
@@ -65,7 +65,7 @@ class _OptimizerState:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._states = [(key, dict(value)) for key, value in optimizer.state.items()]
-        leaves, self._structure = pytree.tree_flatten([state for _, state in self._states])
+        leaves, self._structure = tree_flatten([state for _, state in self._states])
         self._leaves = [
             _Noted.of(leaf) if isinstance(leaf, torch.Tensor) else _copied(leaf) for leaf in leaves
         ]
@@ -85,7 +85,7 @@ class _OptimizerState:
             else:
                 leaves.append(_copied(leaf))
         optimizer.state.clear()
-        for (key, _), state in zip(self._states, pytree.tree_unflatten(leaves, self._structure), strict=True):
+        for (key, _), state in zip(self._states, tree_unflatten(leaves, self._structure), strict=True):
             optimizer.state[key] = state
         for group, before in zip(optimizer.param_groups, self._groups, strict=False):
             for name in [name for name in group if name != "params" and name not in before]:

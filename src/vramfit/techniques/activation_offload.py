@@ -33,6 +33,7 @@ from vramfit.techniques.support.saved import (
     storage_key,
     written_in_place,
 )
+from vramfit.torch_internals.autograd_engine import current_graph_task_id, execution_engine
 from vramfit.units import format_bytes
 
 _KIB, _MIB = 1 << 10, 1 << 20
@@ -304,10 +305,10 @@ class Ledger:
             self._ahead.append(reference)
 
     def _expect_end(self) -> None:
-        task = torch._C._current_graph_task_id()
+        task = current_graph_task_id()
         if task != self._task:
             self._task = task
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+            execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
         """What the backward pass did not release (it may come again) goes from the card."""

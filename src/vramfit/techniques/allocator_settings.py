@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -15,6 +15,7 @@ from vramfit.errors import ConfigError, UsageError
 from vramfit.techniques.core.attached_program import AttachedProgram, AttachStage
 from vramfit.techniques.core.model_profile import Profile
 from vramfit.techniques.core.technique import Numerics, Setting, Technique
+from vramfit.torch_internals import memory
 from vramfit.units import MIB
 
 # Given anew, settings that are not named keep their value, but for four (c10/core/AllocatorConfig.cpp, parseArgs).
@@ -87,10 +88,9 @@ class AllocatorSettings(Technique[AllocatorSetting]):
         if live.device.type != "cuda":
             return
         variable = rules_for(version).alloc_conf_variables[0]
-        native: Any = torch._C
-        before = native._accelerator_getAllocatorSettings()
+        before = memory.settings()
         try:
-            native._accelerator_setAllocatorSettings(setting.conf)
+            memory.set_settings(setting.conf)
         except (RuntimeError, ValueError) as error:
             raise UsageError(
                 f"torch cannot take {setting.conf} in a running process ({_first_line(error)})",
@@ -98,9 +98,7 @@ class AllocatorSettings(Technique[AllocatorSetting]):
             ) from error
         plain = AllocatorConfig()
         back = [text for name, text in _STAYING.items() if getattr(wanted, name) != getattr(plain, name)]
-        live.on_undo(
-            lambda: native._accelerator_setAllocatorSettings(",".join((*back, before) if before else back))
-        )
+        live.on_undo(lambda: memory.set_settings(",".join((*back, before) if before else back)))
         _export(live, variable, setting.conf)
 
 

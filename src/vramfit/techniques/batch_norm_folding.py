@@ -8,8 +8,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.utils.fusion import fuse_conv_bn_weights, fuse_linear_bn_weights
 
 from vramfit.errors import UsageError
@@ -18,6 +16,7 @@ from vramfit.techniques.core.forward_trace import ForwardTrace, ModuleCall, trac
 from vramfit.techniques.core.model_profile import Profile
 from vramfit.techniques.core.surround import plain_class
 from vramfit.techniques.core.technique import Numerics, Promise, Setting, Technique
+from vramfit.torch_internals.modules import BatchNorm, ConvNd, ConvTransposeNd
 from vramfit.workload import Batch, call_model
 
 FOLDED_MARK = "_vramfit_folded"
@@ -215,7 +214,7 @@ def _folds(module: nn.Module) -> bool:
     """Whether a module is a batch norm that uses its running statistics."""
     return (
         plain_class(module) in _NORMS
-        and isinstance(module, _BatchNorm)
+        and isinstance(module, BatchNorm)
         and not module.training
         and module.running_mean is not None
         and module.running_var is not None
@@ -263,7 +262,7 @@ def _fits(model: nn.Module, layer: nn.Module, norm: nn.Module, shapes: list[tupl
     weight = layer._parameters.get("weight")
     if weight is None or "bias" not in layer._parameters or norm.num_features != _channels(layer):
         return False
-    if isinstance(layer, _ConvTransposeNd) and layer.groups != 1:
+    if isinstance(layer, ConvTransposeNd) and layer.groups != 1:
         return False  # their filters lie otherwise, which torch's function does not know
     if isinstance(layer, nn.Linear) and any(len(shape) != 2 for shape in shapes):
         return False  # the norm's channels are not the layer's
@@ -305,14 +304,14 @@ def _may_overwrite(trace: ForwardTrace, activation: str) -> bool:
 # -- folding ---------------------------------------------------------------------------------------------------------
 
 
-def _pair(model: nn.Module, norm_name: str, layer_name: str) -> tuple[_BatchNorm, nn.Module]:
+def _pair(model: nn.Module, norm_name: str, layer_name: str) -> tuple[BatchNorm, nn.Module]:
     norm, layer = _module(model, norm_name), _module(model, layer_name)
-    if not isinstance(norm, _BatchNorm) or norm.running_mean is None or norm.training:
+    if not isinstance(norm, BatchNorm) or norm.running_mean is None or norm.training:
         raise UsageError(
             f"{norm_name} is no batch norm with running statistics in evaluation",
             "Call model.eval() before, or leave it out of batch-norm-folding's norms",
         )
-    if not isinstance(layer, _ConvNd | nn.Linear) or norm.num_features != _channels(layer):
+    if not isinstance(layer, ConvNd | nn.Linear) or norm.num_features != _channels(layer):
         raise UsageError(
             f"{norm_name} cannot be folded into {layer_name}, a {plain_class(layer).__name__}",
             "Name the convolution or linear layer before it, of as many channels",
@@ -342,7 +341,7 @@ def _module(model: nn.Module, name: str) -> nn.Module:
         raise UsageError(f"the model has no module {name!r}", "Correct its name") from None
 
 
-def _fold(live: AttachedProgram, norm: _BatchNorm, layer: Any, originals: list[torch.Tensor]) -> None:
+def _fold(live: AttachedProgram, norm: BatchNorm, layer: Any, originals: list[torch.Tensor]) -> None:
     """Move a norm into a layer's weights; those of before go to the host."""
     weight, bias = _fused(norm, layer)
     put_back = [_exchange(layer.weight, weight, originals)]
@@ -355,7 +354,7 @@ def _fold(live: AttachedProgram, norm: _BatchNorm, layer: Any, originals: list[t
         live.on_undo(action)
 
 
-def _fused(norm: _BatchNorm, layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _fused(norm: BatchNorm, layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """The weights of both together, computed in float64."""
     wide = _doubles(layer.weight, layer.bias, norm.running_mean, norm.running_var)
     scale, shift = _doubles(norm.weight, norm.bias)
@@ -365,7 +364,7 @@ def _fused(norm: _BatchNorm, layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
     if isinstance(layer, nn.Linear):
         weight, bias = fuse_linear_bn_weights(filters, offset, mean, variance, norm.eps, scale, shift)
     else:
-        transposed = isinstance(layer, _ConvTransposeNd)
+        transposed = isinstance(layer, ConvTransposeNd)
         weight, bias = fuse_conv_bn_weights(
             filters, offset, mean, variance, norm.eps, scale, shift, transposed
         )

@@ -8,12 +8,12 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.nn.modules.conv import _ConvNd
 
 from vramfit.errors import UsageError
 from vramfit.techniques.core.attached_program import AttachedProgram, AttachStage
 from vramfit.techniques.core.model_profile import Profile
 from vramfit.techniques.core.technique import Numerics, Promise, Setting, Technique
+from vramfit.torch_internals.modules import ConvNd
 
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 _FIRST_TENSOR_CORES = (7, 0)
@@ -110,7 +110,7 @@ def _filters(model: nn.Module) -> Iterator[nn.Parameter]:
     """Filters of convolutions in two and three dimensions, once each."""
     seen: set[int] = set()
     for module in model.modules():
-        if isinstance(module, _ConvNd):
+        if isinstance(module, ConvNd):
             for weight in module.parameters():  # below the module: parametrizations hold their filters there
                 if weight.dim() in _FORMATS and id(weight) not in seen:
                     seen.add(id(weight))

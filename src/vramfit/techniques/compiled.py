@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
-from functools import cache
+from functools import cache, partial
 from typing import Any, ClassVar
 
 import torch
@@ -18,6 +18,7 @@ from vramfit.errors import UsageError
 from vramfit.techniques.core.attached_program import AttachedProgram, AttachStage
 from vramfit.techniques.core.model_profile import Profile
 from vramfit.techniques.core.technique import Numerics, Promise, Setting, Technique
+from vramfit.torch_internals.modules import DropoutNd, is_compiled, set_compiled_call
 
 _BUDGETS = (1.0, 0.5, 0.25, 0.0)
 _RECOMPILE_LIMIT = 64
@@ -108,7 +109,7 @@ class Compile(Technique[CompileSetting]):
             )
         modules = [_module(live.model, name) for name in setting.modules] or [live.model]
         for module in modules:
-            if module._compiled_call_impl is not None or hasattr(module, "_orig_mod"):
+            if is_compiled(module):
                 raise UsageError(
                     f"a module {type(module).__name__} is compiled already",
                     "Apply the plan to the plain model, without torch.compile",
@@ -120,8 +121,8 @@ class Compile(Technique[CompileSetting]):
                 compiled = torch.compile(
                     _inlined(module), backend=backend, **_own_entries(whole=not setting.modules)
                 )
-            module._compiled_call_impl = compiled
-            live.on_undo(lambda module=module: setattr(module, "_compiled_call_impl", None))  # type: ignore[misc]
+            set_compiled_call(module, compiled)
+            live.on_undo(partial(set_compiled_call, module, None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,19 +139,16 @@ class _Backend:
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
         """The compiled graph; forward and backward pass are parted here."""
-        import torch._functorch.config as functorch
-        import torch._inductor.config as inductor
-        from torch._inductor import list_mode_options
-        from torch._inductor.compile_fx import compile_fx
+        from vramfit.torch_internals import compiler
 
         patches = {
-            **list_mode_options(self.mode),
+            **compiler.list_mode_options(self.mode),
             "fallback_random": not self.redraws,
         }
-        passes: Any = inductor.joint_custom_post_pass
+        passes: Any = compiler.inductor_config.joint_custom_post_pass
         patches["joint_custom_post_pass"] = kept_draws(passes)
-        with functorch.patch(activation_memory_budget=self.budget):
-            return compile_fx(graph, inputs, config_patches=patches)
+        with compiler.functorch_config.patch(activation_memory_budget=self.budget):
+            return compiler.compile_fx.compile_fx(graph, inputs, config_patches=patches)
 
 
 def _inlined(module: nn.Module) -> Callable[..., Any]:
@@ -187,7 +185,7 @@ def _module(model: nn.Module, name: str) -> nn.Module:
 
 def _draws(profile: Profile) -> bool:
     """Whether the forward pass draws random numbers, by its blocks or by its layers."""
-    dropouts = torch.nn.modules.dropout._DropoutNd
+    dropouts = DropoutNd
     layers = (module.p for module in profile.model.modules() if isinstance(module, dropouts))
     return any(op.random for block in profile.blocks for op in block.ops) or any(p > 0 for p in layers)
 
@@ -211,15 +209,15 @@ def kept_draws(before: Any = None) -> Any:
     are left out of that choice. Dropout's result and mask are kept then, 5 bytes an element in float32; of what
     inductor draws itself, the seeds alone. Before 2.13, where that was not tried, such a graph gets a budget of 1.
     """
-    from torch._inductor.custom_graph_pass import CustomGraphPass
     from torch.utils.checkpoint import CheckpointPolicy
+
+    from vramfit.torch_internals.compiler import CustomGraphPass
+    from vramfit.torch_internals.compiler import functorch_config as functorch
 
     class KeptDraws(CustomGraphPass):  # type: ignore[misc,unused-ignore]  # loaded late: importing inductor takes seconds
         """Runs after inductor's passes over a joint graph, before it is parted."""
 
         def __call__(self, graph: torch.fx.Graph) -> None:
-            import torch._functorch.config as functorch
-
             if before is not None:
                 before(graph)
             drawing = [node for node in graph.nodes if _draws_at_random(node)]

@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from vramfit.errors import UsageError
@@ -20,6 +19,7 @@ from vramfit.techniques.core.model_profile import Profile
 from vramfit.techniques.core.technique import Numerics, Promise, Setting, Technique
 from vramfit.techniques.micro_batching import batch_norms, batch_size_name, spans_of
 from vramfit.techniques.support.blocks import checked_module, find_blocks, reason_against_rerun
+from vramfit.torch_internals.pytree import tree_flatten, tree_unflatten
 
 _MOST = 16
 """Pieces, at most: each is run twice, and smaller ones fill no card."""
@@ -137,7 +137,7 @@ class InPieces:
         kwargs: dict[str, Any],
     ) -> Any:
         """The module's forward pass."""
-        leaves, spec = pytree.tree_flatten((args, kwargs))
+        leaves, spec = tree_flatten((args, kwargs))
         size = _batch_size(leaves)
         if not torch.is_grad_enabled() or size < 2 or self.count < 2:
             return forward(*args, **kwargs)
@@ -177,8 +177,8 @@ class _Call:
         Raises:
             UsageError: one of them has no row for each example.
         """
-        args, kwargs = pytree.tree_unflatten(list(leaves), self._spec)
-        found, self._result = pytree.tree_flatten(self._forward(*args, **kwargs))
+        args, kwargs = tree_unflatten(list(leaves), self._spec)
+        found, self._result = tree_flatten(self._forward(*args, **kwargs))
         self._others = [None if isinstance(one, torch.Tensor) else one for one in found]
         tensors = tuple(one for one in found if isinstance(one, torch.Tensor))
         for one in tensors:
@@ -202,7 +202,7 @@ class _Call:
         leaves = list(self._others)
         for place, tensor in zip(self._places, tensors, strict=True):
             leaves[place] = tensor
-        return pytree.tree_unflatten(leaves, self._result)
+        return tree_unflatten(leaves, self._result)
 
 
 def _batch_size(leaves: list[Any]) -> int:

@@ -8,13 +8,17 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.nn.modules import module as hooks
 
 from vramfit.errors import UsageError
 from vramfit.techniques.core.attached_program import AttachedProgram, AttachStage
 from vramfit.techniques.core.model_profile import Profile
 from vramfit.techniques.core.surround import plain_class, surroundings_of
 from vramfit.techniques.core.technique import Numerics, Promise, Setting, Technique
+from vramfit.torch_internals.modules import (
+    global_backward_hooks,
+    global_forward_hooks,
+    global_forward_pre_hooks,
+)
 
 # Their backward passes read the input, or statistics of it, and never the output (tools/autograd/derivatives.yaml).
 _PRODUCERS: tuple[type[nn.Module], ...] = (
@@ -141,7 +145,7 @@ def _unseen(value: Any, handled: list[nn.Module]) -> bool:
         return False
     if value._is_view() and plain_class(activation) is nn.ReLU:
         return False
-    if hooks._global_forward_hooks or hooks._global_forward_pre_hooks or hooks._global_backward_hooks:
+    if global_forward_hooks or global_forward_pre_hooks or global_backward_hooks:
         return False
     return not any(
         inner._forward_hooks or inner._forward_pre_hooks or inner._backward_hooks or inner._backward_pre_hooks

@@ -8,13 +8,13 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 from torch import nn
-from torch.nn.modules.conv import _ConvNd
 
 from vramfit.errors import UsageError
 from vramfit.inference.layerwise import ChunkHeight, ChunkStore, run_layerwise
 from vramfit.techniques.core.attached_program import AttachedProgram, AttachStage
 from vramfit.techniques.core.model_profile import Profile
 from vramfit.techniques.core.technique import Numerics, Promise, Setting, Technique
+from vramfit.torch_internals.modules import ConvNd
 
 _MIB = 1 << 20
 _CHUNKS = (64 * _MIB, 16 * _MIB, 4 * _MIB)
@@ -76,7 +76,7 @@ class LayerwiseChunking(Technique[LayerwiseChunkingSetting]):
         """For inference with convolutions: chunks of 64, 16 and 4 MiB that are small beside the peak; then the host."""
         if profile.trains or profile.own_step:
             return
-        if not any(isinstance(module, _ConvNd) for module in profile.model.modules()):
+        if not any(isinstance(module, ConvNd) for module in profile.model.modules()):
             return
         sizes = [size for size in _CHUNKS if size <= profile.peak_allocated_bytes // 8] or [_CHUNKS[-1]]
         for size in sizes:

@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from vramfit.errors import UsageError
 from vramfit.techniques.core.attached_program import AttachedProgram, AttachStage
@@ -28,6 +27,7 @@ from vramfit.techniques.support.casting import (
     surround_loss,
 )
 from vramfit.techniques.support.float32_steps import Float32Steps, is_elementwise, join_, resting_dtype, split
+from vramfit.torch_internals.modules import BatchNorm, NormBase
 
 _BFLOAT16_FROM = (8, 0)  # CUDA C++ Programming Guide, arithmetic instructions
 _AO_ROUNDING = "bf16_stochastic_round"  # torchao/optim/adam.py: its optimizers round by themselves
@@ -121,7 +121,7 @@ class LowPrecisionTraining(Technique[LowPrecisionTrainingSetting]):
         if not able or not any(p.dtype is torch.float32 for p in profile.model.parameters()):
             return
         # Statistics of batch norm are sums of many small changes; they cost nothing worth saving.
-        norms = any(isinstance(module, _NormBase) for module in profile.model.modules())
+        norms = any(isinstance(module, NormBase) for module in profile.model.modules())
         if profile.trains and not profile.own_step and _is_steppable(profile.optimizer):
             yield LowPrecisionTrainingSetting(float32_norms=norms)
             yield LowPrecisionTrainingSetting(bfloat16_states=True, float32_norms=norms)
@@ -295,7 +295,7 @@ class MasterIsland:
         self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run the forward pass."""
-        if isinstance(module, _BatchNorm):  # its kernels take float32 parameters with inputs of 16 bits
+        if isinstance(module, BatchNorm):  # its kernels take float32 parameters with inputs of 16 bits
             return forward(*args, **kwargs)
         args, kwargs = cast_tensors((args, kwargs), HALVES, torch.float32)
         return cast_tensors(forward(*args, **kwargs), _FLOAT32, torch.bfloat16)

@@ -15,13 +15,13 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.rnn import PackedSequence
 
 from vramfit.errors import UsageError
 from vramfit.techniques.core.attached_program import AttachedProgram, AttachStage, Piece
 from vramfit.techniques.core.model_profile import Profile
 from vramfit.techniques.core.technique import Numerics, Promise, Setting, Technique
+from vramfit.torch_internals.modules import BatchNorm
 from vramfit.workload import Batch
 from vramfit.workload.containers import mapped
 
@@ -239,9 +239,9 @@ def batch_size_name(sizes: Mapping[str, int]) -> str:
     return "batch_size" if "batch_size" in sizes else next(iter(sizes))
 
 
-def batch_norms(model: nn.Module) -> list[_BatchNorm]:
+def batch_norms(model: nn.Module) -> list[BatchNorm]:
     """The layers that normalise with a batch's statistics; not those that are frozen in a model that trains."""
-    found = (module for module in model.modules() if isinstance(module, _BatchNorm))
+    found = (module for module in model.modules() if isinstance(module, BatchNorm))
     return [
         module
         for module in found

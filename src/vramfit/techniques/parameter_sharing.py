@@ -8,12 +8,12 @@ from typing import ClassVar
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from vramfit.errors import UsageError
 from vramfit.techniques.core.attached_program import AttachedProgram, AttachStage
 from vramfit.techniques.core.model_profile import Profile
 from vramfit.techniques.core.technique import Numerics, Setting, Technique
+from vramfit.torch_internals.modules import NormBase
 
 _LEAST_BYTES = 64 * 1024
 
@@ -160,7 +160,7 @@ def _equal(model: nn.Module, *, unknown: bool = False) -> dict[str, str]:
 
 def _candidates(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for path, module in model.named_modules():
-        if isinstance(module, _NormBase):
+        if isinstance(module, NormBase):
             continue
         for own, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is None or tensor.requires_grad or tensor.layout is not torch.strided:

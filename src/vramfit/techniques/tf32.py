@@ -13,10 +13,11 @@ from vramfit.errors import UsageError
 from vramfit.techniques.core.attached_program import AttachedProgram, AttachStage
 from vramfit.techniques.core.model_profile import Profile
 from vramfit.techniques.core.technique import Numerics, Promise, Setting, Technique
+from vramfit.torch_internals.modules import ConvNd
 
 # CUDA C++ Programming Guide, compute capabilities: tensor cores take TF32 from 8.0 on.
 _FIRST_CAPABILITY = (8, 0)
-_OF_CUDNN = (nn.modules.conv._ConvNd, nn.RNNBase)
+_OF_CUDNN = (ConvNd, nn.RNNBase)
 # Torch makes the switches when they are asked for, so that type checkers know nothing of them.
 _BACKENDS: Any = torch.backends
 _OF_CUBLAS = (nn.Linear, nn.Bilinear, nn.MultiheadAttention)

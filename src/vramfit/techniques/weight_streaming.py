@@ -8,7 +8,6 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from vramfit.errors import UsageError
 from vramfit.inference.host_lane import PINNED_ROUNDING
@@ -21,6 +20,7 @@ from vramfit.techniques.core.model_profile import Profile
 from vramfit.techniques.core.technique import Numerics, Setting, Technique
 from vramfit.techniques.support.blocks import best_blocks, find_blocks
 from vramfit.techniques.support.inference_only import refuse_training
+from vramfit.torch_internals.fake_tensors import FakeTensor
 
 MOST_SLOTS = 16
 

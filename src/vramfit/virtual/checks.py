@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from vramfit.torch_internals.dispatch import OpOverload
 from vramfit.virtual.op_call import OpCall
 from vramfit.virtual.torch_cuda import virtual_generator
 
@@ -113,7 +114,7 @@ def _name(tensor: torch.Tensor) -> str:
     return _NAMES.get(tensor.dtype, str(tensor.dtype))
 
 
-_CHECKS: dict[torch._ops.OpOverload, Check] = {
+_CHECKS: dict[OpOverload, Check] = {
     _aten.mm.default: _product(0, 1),
     _aten.addmm.default: _product(1, 2),
     _aten.native_layer_norm.default: _layer_norm,

@@ -22,17 +22,25 @@ from enum import IntEnum
 from typing import Any
 
 import torch
-from torch._decomp import decomposition_table, meta_table
-from torch._library.simple_registry import singleton
-from torch._subclasses.fake_impls import has_meta, op_implementations_checks, stride_incorrect_op
-from torch._subclasses.fake_tensor import (
-    FakeTensor,
-    FakeTensorMode,
-    in_kernel_invocation_manager,
-    torch_decomp_decompositions,
-)
 
 from vramfit.capture.ops import tensors_in
+from vramfit.torch_internals.custom_ops import fake_kernel_of
+from vramfit.torch_internals.dispatch import DispatchKey, OpOverload, has_kernel, variable_functions
+from vramfit.torch_internals.fake_tensors import (
+    FakeTensor,
+    FakeTensorMode,
+    decomposition_table,
+    has_meta,
+    in_kernel_invocation_manager,
+    meta_table,
+    op_implementations_checks,
+    ops_with_symbols,
+    set_throw_on_mutable_data_ptr,
+    stride_incorrect_op,
+    torch_decomp_decompositions,
+)
+from vramfit.torch_internals.kernel_choice import get_cudnn_enabled
+from vramfit.torch_internals.tensors import original_make_subclass
 
 # -- Ops that FakeTensorMode cannot describe, or describes wrongly ---------------------------------------------
 
@@ -45,7 +53,7 @@ OF_TORCH = ("aten", "prims", "prim", "c10d", "_c10d_functional", "quantized", "i
 COMPRESSED = frozenset({torch.sparse_csr, torch.sparse_csc})
 """Layouts of matrices of which torch makes a product in several ops."""
 
-MATRIX_AT: dict[torch._ops.OpOverload, int] = {
+MATRIX_AT: dict[OpOverload, int] = {
     _aten.mm.default: 0,
     _aten._sparse_mm.default: 0,
     _aten._sparse_sparse_matmul.default: 0,
@@ -72,18 +80,18 @@ def has_sparse(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     return any(t.layout is torch.sparse_coo for t in tensors_in((args, tuple(kwargs.values()))))
 
 
-def is_compressed_product(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool:
+def is_compressed_product(func: OpOverload, args: tuple[Any, ...]) -> bool:
     """Whether an op is a product with a CSR or CSC matrix, which torch makes from several ops."""
     first = MATRIX_AT.get(func)
     return first is not None and any(factor.layout in COMPRESSED for factor in args[first : first + 2])
 
 
-def fake_implementation(func: torch._ops.OpOverload) -> Any:
+def fake_implementation(func: OpOverload) -> Any:
     """The fake implementation that the author of a custom operator registered; None without one."""
-    return singleton.find(func.name()).fake_impl.kernel
+    return fake_kernel_of(func.name())
 
 
-def advice(func: torch._ops.OpOverload) -> str:
+def advice(func: OpOverload) -> str:
     """What the user can do about an operator that nobody described; empty for torch's own."""
     if func.namespace in OF_TORCH:
         return ""
@@ -139,7 +147,7 @@ class VirtualFakeMode(FakeTensorMode):
 # -- Ops for which FakeTensorMode would ask nothing but torch's kernel for the meta device ---------------------
 
 
-_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+_COMPOSITE = DispatchKey.CompositeImplicitAutograd
 _VIEWS = {
     getattr(getattr(torch.ops.aten, name), overload)
     for name, overloads in {
@@ -167,7 +175,7 @@ _UNFIT = {
 }
 
 
-def is_plain(func: torch._ops.OpOverload) -> bool:
+def is_plain(func: OpOverload) -> bool:
     """Whether FakeTensorMode describes an op by its kernel for the meta device, whatever its (plain) arguments are."""
     if func in _VIEWS:
         return True
@@ -179,16 +187,16 @@ def is_plain(func: torch._ops.OpOverload) -> bool:
         if func in decomposition_table and torch_decomp_decompositions(func):
             return False
         name = func.name()
-        if _COMPOSITE in func.py_kernels or torch._C._dispatch_has_kernel_for_dispatch_key(name, _COMPOSITE):
+        if _COMPOSITE in func.py_kernels or has_kernel(name, _COMPOSITE):
             return False
-    if singleton.find(func.name()).fake_impl.kernel is not None or not has_meta(func):
+    if fake_kernel_of(func.name()) is not None or not has_meta(func):
         return False
     return not any(check(func) for check, _ in op_implementations_checks)
 
 
-def _takes_symbols(func: torch._ops.OpOverload) -> bool:
+def _takes_symbols(func: OpOverload) -> bool:
     """FakeTensorMode.cpp_meta_supports_symint."""
-    return torch.Tag.view_copy in func.tags or func in FakeTensorMode._cpp_meta_supports_symint
+    return torch.Tag.view_copy in func.tags or func in ops_with_symbols
 
 
 def fakes_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[FakeTensor]:
@@ -203,7 +211,7 @@ def fakes_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[FakeTensor]:
 
 
 def described(
-    func: torch._ops.OpOverload,
+    func: OpOverload,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     tensors: list[FakeTensor],
@@ -231,13 +239,13 @@ _PLAIN = frozenset({torch.dtype, torch.device, torch.layout, torch.memory_format
 _MAX_ENTRIES = 100_000
 _MAX_KEPT = 20_000  # about 30 MB, which stay until the process ends
 # Looked up once: these are called for every op.
-_empty = torch._C._VariableFunctions.empty
-_empty_strided = torch._C._VariableFunctions.empty_strided
-_make_subclass = torch.Tensor._make_subclass  # the program's is replaced (torch_patches/identity.py)
-_throw_on_mutable_data_ptr = torch._C._set_throw_on_mutable_data_ptr
+_empty = variable_functions.empty
+_empty_strided = variable_functions.empty_strided
+_make_subclass = original_make_subclass  # the program's is replaced (torch_patches/identity.py)
+_throw_on_mutable_data_ptr = set_throw_on_mutable_data_ptr
 _is_inference = torch.is_inference_mode_enabled
 _default_dtype = torch.get_default_dtype
-_has_cudnn = torch._C._get_cudnn_enabled
+_has_cudnn = get_cudnn_enabled
 
 
 class Output(IntEnum):
@@ -326,10 +334,10 @@ class Describer:
         self._dense: dict[tuple[torch.Size, tuple[int, ...]], tuple[int, ...]] = {}
         self.factory = FakeFactory(mode)
 
-    def _known(self, func: torch._ops.OpOverload) -> KnownOps:
+    def _known(self, func: OpOverload) -> KnownOps:
         return self._aten if func.namespace == "aten" else self._others
 
-    def describe(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def describe(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What ``func`` returns on fake tensors; raises what FakeTensorMode raises."""
         tensors: list[FakeTensor] = []
         key = None if self.never(func) else key_of(args, kwargs, tensors)
@@ -354,7 +362,7 @@ class Describer:
 
     def _recipe_at_once(
         self,
-        func: torch._ops.OpOverload,
+        func: OpOverload,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         tensors: list[FakeTensor],
@@ -367,7 +375,7 @@ class Describer:
         found = described(func, args, kwargs, tensors, self._mode) if plain else None
         return None if found is None else recipe_of(found[1], tensors, found[0])
 
-    def never(self, func: torch._ops.OpOverload) -> bool:
+    def never(self, func: OpOverload) -> bool:
         """Whether what an op returns does not follow from a key."""
         known = self._known(func).uncached
         uncached = known.get(func)
@@ -414,7 +422,7 @@ class Describer:
         return self.factory.make(elem, device)
 
 
-def _never_cached(func: torch._ops.OpOverload) -> bool:
+def _never_cached(func: OpOverload) -> bool:
     tags = func.tags
     return (
         torch.Tag.inplace_view in tags

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from vramfit.torch_internals.dispatch import OpOverload
 from vramfit.virtual.data_dependent.shadow import map_tensors
 from vramfit.virtual.noted import Noted
 from vramfit.virtual.op_call import OpCall
@@ -146,7 +147,7 @@ def _summed(fills: Fills, call: OpCall) -> Fill | None:
     return Fill(known.value * count, known.low * count if known.low else 0.0, known.high * count)
 
 
-def _computed(func: torch._ops.OpOverload) -> _Rule:
+def _computed(func: OpOverload) -> _Rule:
     """Arithmetic on fills and numbers."""
 
     def compute(fills: Fills, call: OpCall) -> Fill | None:
@@ -188,13 +189,13 @@ _TABLE: dict[tuple[str, ...], _Rule] = {
     ("sum", "sum.dim_IntList"): _summed,
 }
 _FROM_FILLS = {_same, _copied, _joined, _summed}
-_RULES: dict[torch._ops.OpOverload, _Rule] = {}
-_SOURCES: set[torch._ops.OpOverload] = set()  # they give fills whatever they read
+_RULES: dict[OpOverload, _Rule] = {}
+_SOURCES: set[OpOverload] = set()  # they give fills whatever they read
 for _names, _rule in _TABLE.items():
     for _name in _names:
         _packet, _, _overload = _name.partition(".")
         _op = getattr(getattr(_aten, _packet, None), _overload or "default", None)
-        if isinstance(_op, torch._ops.OpOverload):
+        if isinstance(_op, OpOverload):
             _RULES[_op] = _rule
             if _rule not in _FROM_FILLS:
                 _SOURCES.add(_op)

@@ -10,6 +10,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import astuple
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
@@ -34,6 +35,7 @@ from vramfit.files.protection import standing
 from vramfit.gpus import GpuSpec, find_gpu
 from vramfit.gpus.measured_profile import MeasuredProfile, chosen_profile, profile_doubt
 from vramfit.patching import PatchStack, together
+from vramfit.torch_internals import names
 from vramfit.trace import (
     Category,
     CudnnNote,
@@ -62,6 +64,9 @@ from vramfit.virtual.workspaces import Workspaces
 
 if TYPE_CHECKING:
     from vramfit.virtual.ranks.communicators import Communicators
+
+_RANKS = names.Feature("ranks of distributed programs")
+_FOREIGN = names.Feature("kernels of Triton and of other libraries")
 
 
 class VirtualGPU:
@@ -224,12 +229,15 @@ class VirtualGPU:
 
     def _install(self) -> None:
         """Patch torch and the libraries that it meets, and connect the machine's hooks."""
+        names.report(lambda text: self._machine.warn("torch-name-missing", text), self._patches)
         with together():
             self._protect()
             torch_cuda.install(self._machine, self._patches)
             torch_patches.install(self.mode, self._patches)
-            self.communicators = ranks.install(self.mode, self.place, self._patches)
-            foreign.install(self.mode, self._patches)
+            self.communicators = names.attempt(
+                _RANKS, self._patches, partial(ranks.install, self.mode, self.place)
+            )
+            names.attempt(_FOREIGN, self._patches, partial(foreign.install, self.mode))
         hooks = self._machine.hooks
         hooks.snapshot_provider = self._snapshot
         hooks.collect = self.meter.collect

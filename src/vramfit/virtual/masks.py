@@ -7,6 +7,7 @@ from math import prod
 
 import torch
 
+from vramfit.torch_internals.dispatch import OpOverload
 from vramfit.virtual.data_dependent.assume import Assume
 from vramfit.virtual.data_dependent.expectations import Expectation, is_whole
 from vramfit.virtual.data_dependent.shadow import ShadowStore
@@ -53,7 +54,7 @@ _COUNTED = {
 }
 
 
-def is_counting(func: torch._ops.OpOverload) -> bool:
+def is_counting(func: OpOverload) -> bool:
     """Whether an op counts how many elements of a mask hold."""
     return func in _COUNTED
 
@@ -143,7 +144,7 @@ class Masks:
         return pattern(mask.shape, self.assumed(mask)[0])
 
     def revised(
-        self, func: torch._ops.OpOverload, out: torch.Tensor, value: torch.Tensor, source: object
+        self, func: OpOverload, out: torch.Tensor, value: torch.Tensor, source: object
     ) -> torch.Tensor:
         """The values of a small mask computed from guessed ones, or others of which as many hold as are assumed.
 
@@ -164,7 +165,7 @@ class Masks:
         count = self.assumed(out)[0]
         return value if int(value.count_nonzero()) == count else pattern(out.shape, count)
 
-    def rewrite(self, func: torch._ops.OpOverload, mask: torch.Tensor) -> None:
+    def rewrite(self, func: OpOverload, mask: torch.Tensor) -> None:
         """After guessed positions were written, let as many elements of a small mask hold as are assumed."""
         if func not in _PUTS or mask.dtype is not torch.bool or not is_whole(mask):
             return
@@ -172,7 +173,7 @@ class Masks:
         if self._expected(mask).most is not None and self._shadows.count(mask, guessed=True) != count:
             self.hold(mask, count)
 
-    def answer(self, func: torch._ops.OpOverload, source: torch.Tensor) -> bool | None:
+    def answer(self, func: OpOverload, source: torch.Tensor) -> bool | None:
         """Whether any or all elements of a mask hold, consistent with what selecting finds; None for other questions.
 
         The test of a ``while`` gets the answer that ends it, so that no round of the loop is made up.

@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from vramfit.allocator import OutOfMemory
 from vramfit.allocator.core import MIN_BLOCK
 from vramfit.capture.storages import LifetimePeaks, StorageMeter, StorageRecord
+from vramfit.torch_internals.fake_tensors import FakeTensor
 from vramfit.trace import Category, Estimate, EventKind, TraceBuilder
 from vramfit.virtual.data_dependent.assume import Extent, Numbers, Resting, bounds
 from vramfit.virtual.data_dependent.expectations import NOTHING, Expectation, is_whole

@@ -20,12 +20,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._subclasses import fake_tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from vramfit.capture.ops import OpTable, identity, kinds_among, tensors_in
 from vramfit.gpus import find_gpu
 from vramfit.patching import PatchStack
+from vramfit.torch_internals import cuda_device
+from vramfit.torch_internals.autograd_engine import current_graph_task_id
+from vramfit.torch_internals.dispatch import DispatchKey, OpOverload
+from vramfit.torch_internals.fake_tensors import FakeTensor
 from vramfit.trace import Category, TraceBuilder
 from vramfit.virtual.checks import check_arguments
 from vramfit.virtual.describe import DynamicSizes, SparseOperation, key_of
@@ -42,7 +44,7 @@ from vramfit.virtual.workspaces import Workspaces
 _PRIM_DEVICE = torch.ops.prim.device.default
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, FakeTensor})
 _ADD = torch.ops.aten.add.Tensor
-_task = torch._C._current_graph_task_id
+_task = current_graph_task_id
 _CURRENT_MODE = "_get_current_dispatch_mode"
 
 
@@ -103,7 +105,7 @@ class VirtualMode(OpRunner):
                     return self.__torch_dispatch__(func, _others(types, self.twins), args, kwargs)
             if _has_wrapper(types):
                 return NotImplemented  # it takes itself apart and comes back
-        if not isinstance(func, torch._ops.OpOverload):
+        if not isinstance(func, OpOverload):
             return self._higher_order(func, args, kwargs, on_card=fake or on_card)
         if not (fake or on_card):
             return self._on_host(func, args, kwargs)
@@ -127,7 +129,7 @@ class VirtualMode(OpRunner):
         """Operators over functions (out_dtype, cond, scan): on a card, the ops that torch makes of them there."""
         if not on_card:
             return func(*args, **kwargs)
-        if (dense := func.py_kernels.get(torch._C.DispatchKey.CompositeExplicitAutograd)) is not None:
+        if (dense := func.py_kernels.get(DispatchKey.CompositeExplicitAutograd)) is not None:
             with self, _unnoticed(dense):
                 return dense(*args, **kwargs)
         message = f"the virtual GPU has no rule for the higher-order operator {func} yet"
@@ -142,13 +144,13 @@ class VirtualMode(OpRunner):
         """
         count = len(self.machine.devices)
         if count == 0:
-            torch.cuda._lazy_init()  # "No CUDA GPUs are available"
+            cuda_device.initialize()  # "No CUDA GPUs are available"
         index = self.machine.current_device if device.index is None else device.index
         if index >= count:
             raise invalid_device()
         return device if device.index is not None else torch.device("cuda", index)
 
-    def _on_host(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _on_host(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if kwargs.get("pin_memory"):
             kwargs = {**kwargs, "pin_memory": False}
             out = func(*args, **kwargs)
@@ -201,8 +203,8 @@ def exclusive_counts() -> tuple[int, int] | None:
     global _measured
     if _measured is None:
         with PatchStack() as patches:
-            patches.set(fake_tensor, "init_gpu_context", lambda *_: None)
-            patches.set(torch.cuda, "_lazy_init", lambda *_: None)
+            cuda_device.gpu_context.replace(patches, lambda *_: None)
+            cuda_device.lazy_initialization.replace(patches, lambda *_: None)
             machine = Machine([find_gpu("24GiB")], alloc_conf="", visible="0", context_bytes=0)
             meter = Meter(machine, TraceBuilder())
             mode = VirtualMode(machine, meter, Workspaces(machine, meter))

@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from vramfit.torch_internals.cuda_device import initialize
 from vramfit.virtual.machine import Machine
 
 Fact = TypeVar("Fact")
@@ -74,7 +75,7 @@ class PageLocked:
     def pin(self, tensor: torch.Tensor) -> None:
         """Count a real CPU tensor's storage as page-locked for as long as it lives."""
         if self._machine.init_pid is None:
-            torch.cuda._lazy_init()  # CUDA pins it
+            initialize()  # CUDA pins it
         self._handles.set(tensor, self._machine.pin(tensor.untyped_storage().nbytes()))
 
     def holds(self, tensor: torch.Tensor) -> bool:

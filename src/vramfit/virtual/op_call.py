@@ -12,6 +12,7 @@ from vramfit.capture.ops import OpInfo, device_of, mutated_tensors, tensors_in
 from vramfit.cudnn.found_library import of_torch
 from vramfit.cudnn.questions import AttentionQuestion, ConvAnswer, ConvQuestion
 from vramfit.gpus import GpuSpec
+from vramfit.torch_internals.dispatch import OpOverload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +111,7 @@ class OpCall:
 
     def __init__(
         self,
-        func: torch._ops.OpOverload,
+        func: OpOverload,
         info: OpInfo,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -243,8 +244,8 @@ class MeasuredCalls(Protocol):
     def extras(self, call: OpCall) -> Extras | None:
         """Temporaries of a call as they were measured, without an error bar; None if it was not."""
 
-    def knows(self, func: torch._ops.OpOverload) -> bool:
+    def knows(self, func: OpOverload) -> bool:
         """Whether any call of an op was measured."""
 
-    def library(self, func: torch._ops.OpOverload) -> str | None:
+    def library(self, func: OpOverload) -> str | None:
         """The library whose first use by an op makes the context grow; None where there is none."""

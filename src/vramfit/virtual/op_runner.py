@@ -9,16 +9,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import (
+
+from vramfit.capture.attribution import ProgramPhase
+from vramfit.capture.ops import OpInfo, OpTable, device_of
+from vramfit.torch_internals.autograd_engine import current_graph_task_id, storage_use_count
+from vramfit.torch_internals.cuda_device import initialize
+from vramfit.torch_internals.dispatch import OpOverload, TorchDispatchMode
+from vramfit.torch_internals.fake_tensors import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
     UnsupportedOperatorException,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
-
-from vramfit.capture.attribution import ProgramPhase
-from vramfit.capture.ops import OpInfo, OpTable, device_of
 from vramfit.trace import Category
 from vramfit.virtual import kernels, roofline
 from vramfit.virtual.data_dependent.assume import Extent
@@ -81,7 +83,7 @@ class OpRunner(TorchDispatchMode):
 
     # -- the general treatment -----------------------------------------------------------------------------------
 
-    def call(self, func: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> OpCall:
+    def call(self, func: OpOverload, *args: Any, **kwargs: Any) -> OpCall:
         """A call of an op, to be run or settled."""
         return OpCall(func, self.ops[func], args, kwargs)
 
@@ -267,7 +269,7 @@ class OpRunner(TorchDispatchMode):
             self.meter.ops += 1
             if self.machine.init_pid is None:
                 # torch remembers in C++ that CUDA was initialised once, and would not say so again.
-                torch.cuda._lazy_init()
+                initialize()
             context = self.workspaces.context(device)
             call.runs_on(device, context)
             if context.profile is not None and (library := context.profile.library(call.func)) is not None:
@@ -359,7 +361,7 @@ class OpRunner(TorchDispatchMode):
 
         See NOTE [Gradients summed in place] in vramfit/capture/gradient_sums.py.
         """
-        if torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
+        if current_graph_task_id() == -1 or torch.is_grad_enabled():
             return False
         if not (
             type(args[0]) is FakeTensor and type(args[1]) is FakeTensor and args[0].shape == args[1].shape
@@ -367,7 +369,7 @@ class OpRunner(TorchDispatchMode):
             return False
         counts = (
             args[0]._use_count(),  # type: ignore[attr-defined]
-            torch._C._storage_Use_Count(args[0].untyped_storage()._cdata),
+            storage_use_count(args[0].untyped_storage()._cdata),
         )
         if self.observed_counts is not None:
             self.observed_counts.append(counts)
@@ -384,7 +386,7 @@ class OpRunner(TorchDispatchMode):
         return target
 
 
-def _without_generator(func: torch._ops.OpOverload) -> torch._ops.OpOverload:
+def _without_generator(func: OpOverload) -> OpOverload:
     """The overload without a generator: ``randint.low`` for ``randint.low_generator``."""
     name = func._overloadname
     if "generator" not in name:
@@ -392,7 +394,7 @@ def _without_generator(func: torch._ops.OpOverload) -> torch._ops.OpOverload:
     plain = (
         name.replace("generator_with_", "").replace("_generator", "").replace("generator", "") or "default"
     )
-    sibling: torch._ops.OpOverload = getattr(func._overloadpacket, plain)
+    sibling: OpOverload = getattr(func._overloadpacket, plain)
     return sibling
 
 

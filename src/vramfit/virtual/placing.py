@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from vramfit.capture.ops import placed, tensors_in
+from vramfit.torch_internals.fake_tensors import FakeTensor
 from vramfit.trace import Category
 from vramfit.virtual import kernels
 from vramfit.virtual.data_dependent.assume import Extent, Resting, bounds, concatenated, merged

@@ -21,9 +21,10 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakIdKeyDictionary
+
+from vramfit.torch_internals.dispatch import is_traceable_wrapper_subclass
+from vramfit.torch_internals.fake_tensors import FakeTensor
 
 # Methods of FakeTensor that stay those of the program's class.
 _OWN = frozenset({"__init__", "__repr__"})
@@ -31,7 +32,7 @@ _OWN = frozenset({"__init__", "__repr__"})
 
 def is_wrapper(tensor: Any) -> bool:
     """Whether a tensor is a wrapper around others."""
-    return is_traceable_wrapper_subclass(tensor)
+    return bool(is_traceable_wrapper_subclass(tensor))
 
 
 def parts(tensor: Any) -> Iterator[torch.Tensor]:

@@ -16,6 +16,13 @@ from collections.abc import Hashable
 
 import torch
 
+from vramfit.torch_internals.cuda_device import preferred_blas_backend
+from vramfit.torch_internals.kernel_choice import (
+    BlasBackend,
+    fp32_precision,
+    get_sdp_priority_order,
+    switches,
+)
 from vramfit.trace import Category
 from vramfit.virtual import kernels
 from vramfit.virtual.kernels import Blas, KernelContext
@@ -61,28 +68,11 @@ class Workspaces:
         self._context_key: tuple[object, ...] = ()
         self._searched: set[Hashable] = set()
         self._plans_kept: dict[Hashable, int] = {}
-        self._default_priority = tuple(torch._C._get_sdp_priority_order())
+        self._default_priority = tuple(get_sdp_priority_order())
 
     def context(self, device: int) -> KernelContext:
         """The state on which kernels on a device depend; made anew when a backend flag has changed."""
-        switches = torch._C  # read for every op: the functions behind torch.backends, which is slower
-        key = (
-            switches._get_cudnn_enabled(),
-            switches._get_cudnn_benchmark(),
-            switches._get_cudnn_deterministic(),
-            switches._get_deterministic_algorithms(),
-            switches._get_deterministic_algorithms_warn_only(),
-            switches._get_fp32_precision_getter("cuda", "matmul"),
-            switches._get_fp32_precision_getter("cuda", "conv"),
-            switches._get_flash_sdp_enabled(),
-            switches._get_mem_efficient_sdp_enabled(),
-            switches._get_math_sdp_enabled(),
-            switches._get_cudnn_sdp_enabled(),
-            switches._get_math_sdp_allow_fp16_bf16_reduction(),
-            switches._get_sdp_priority_order(),
-            switches._get_blas_preferred_backend(),
-            self._machine.conv_benchmark_empties_cache,
-        )
+        key = (*switches(), preferred_blas_backend(), self._machine.conv_benchmark_empties_cache)
         if key != self._context_key:
             self._contexts.clear()
             self._context_key = key
@@ -93,7 +83,7 @@ class Workspaces:
 
     def _new_context(self, device: int) -> KernelContext:
         cudnn, cuda = torch.backends.cudnn, torch.backends.cuda
-        precision = torch._C._get_fp32_precision_getter
+        precision = fp32_precision
         deterministic = torch.are_deterministic_algorithms_enabled()
         spec = self._machine.devices[device].spec
         return KernelContext(
@@ -106,7 +96,7 @@ class Workspaces:
             cudnn_tf32=precision("cuda", "conv") == "tf32",
             deterministic=deterministic and not torch.is_deterministic_algorithms_warn_only_enabled(),
             allow_tf32=precision("cuda", "matmul") == "tf32",
-            prefers_cublaslt=torch._C._get_blas_preferred_backend() == torch._C._BlasBackend.Cublaslt,
+            prefers_cublaslt=preferred_blas_backend() == BlasBackend.Cublaslt,
             flash_sdp=cuda.flash_sdp_enabled(),
             mem_efficient_sdp=cuda.mem_efficient_sdp_enabled(),
             math_sdp=cuda.math_sdp_enabled(),
@@ -123,7 +113,7 @@ class Workspaces:
 
     def _priority(self) -> tuple[int, ...] | None:
         """The order of attention backends that the program set; None while it is torch's own."""
-        order = tuple(torch._C._get_sdp_priority_order())
+        order = tuple(get_sdp_priority_order())
         return None if order == self._default_priority else order
 
     def use(self, blas: Blas, device: int, context: KernelContext) -> list[int]:

@@ -258,7 +258,7 @@ def _batch_size(batch: Batch) -> int:
 
 
 def _tensors(batch: Batch) -> list[torch.Tensor]:
-    from torch.utils._pytree import tree_leaves
+    from vramfit.torch_internals.pytree import tree_leaves
 
     return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
 
@@ -279,6 +279,6 @@ def _resized(batch: Batch, size: int, wanted: int) -> Batch:
 
 
 def _mapped(batch: Batch, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
-    from torch.utils._pytree import tree_map_only
+    from vramfit.torch_internals.pytree import tree_map_only
 
     return tree_map_only(torch.Tensor, change, batch)

@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from vramfit.calibrate.cases.case import Case, Flag, Grid, OpFamily, Run, both, forward, rand, short
+from vramfit.torch_internals.kernel_choice import addmm_activation, int_mm, scaled_mm
 
 _HALVES = (torch.float16, torch.bfloat16)
 _FLOATS = (torch.float32, *_HALVES)
@@ -26,7 +27,7 @@ _OPS: dict[str, tuple[Any, ...]] = {
     "mv/2048x1024/{}": (True, torch.mv, (2048, 1024), (1024,)),
     "addmm/inner/512/{}": (False, torch.addmm, (512, 512), (512, 256), (256, 512)),
     "addmm/bias/512/{}": (False, torch.addmm, (512,), (512, 256), (256, 512)),
-    "addmm/bias/relu/512/{}": (False, torch._addmm_activation, (512,), (512, 256), (256, 512)),
+    "addmm/bias/relu/512/{}": (False, addmm_activation, (512,), (512, 256), (256, 512)),
     "baddbmm/16x128/{}": (False, torch.baddbmm, (16, 128, 128), (16, 128, 64), (16, 64, 128)),
     "einsum/bhqd,bhkd/{}": (
         *(True, partial(torch.einsum, "bhqd,bhkd->bhqk")),
@@ -106,11 +107,11 @@ def _int_mm() -> Run:
     def small() -> torch.Tensor:
         return (torch.arange(512 * 512, device="cuda") % 17).to(torch.int8).reshape(512, 512)
 
-    return forward(torch._int_mm, small(), small())
+    return forward(int_mm, small(), small())
 
 
 def _scaled_mm() -> Run:
     left = rand(512, 512).to(torch.float8_e4m3fn)
     right = rand(512, 512).to(torch.float8_e4m3fn).t()
     one = torch.ones((), device="cuda")
-    return forward(torch._scaled_mm, left, right, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+    return forward(scaled_mm, left, right, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)

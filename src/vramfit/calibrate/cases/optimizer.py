@@ -8,6 +8,13 @@ from typing import Any
 import torch
 
 from vramfit.calibrate.cases.case import Case, Grid, OpFamily, Run, forward, rand, short
+from vramfit.torch_internals.optimizers import (
+    foreach_add,
+    foreach_copy_,
+    foreach_lerp_,
+    foreach_norm,
+    unscale_foreach_,
+)
 
 _SIZES = ((1000, 768), (768,), (3072, 768), (64, 64, 3, 3), (1,))
 _OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -55,15 +62,13 @@ def cases() -> list[Case]:
     grid.add("unscale/fp16", partial(_unscale, torch.float16))
     grid.add(
         "foreach_norm/200 tensors",
-        lambda: forward(torch._foreach_norm, [rand(1000 + 100 * n) for n in range(200)], 2),
+        lambda: forward(foreach_norm, [rand(1000 + 100 * n) for n in range(200)], 2),
     )
-    grid.add(
-        "foreach_add/200 tensors", lambda: forward(torch._foreach_add, [rand(1000) for _ in range(200)], 1.0)
-    )
+    grid.add("foreach_add/200 tensors", lambda: forward(foreach_add, [rand(1000) for _ in range(200)], 1.0))
     grid.add("foreach_copy/bf16 from fp32", _foreach_copy)
     grid.add(
         "foreach_lerp",
-        lambda: forward(torch._foreach_lerp_, [rand(*s) for s in _SIZES], [rand(*s) for s in _SIZES], 0.1),
+        lambda: forward(foreach_lerp_, [rand(*s) for s in _SIZES], [rand(*s) for s in _SIZES], 0.1),
     )
     return grid.cases
 
@@ -89,9 +94,9 @@ def _clip(norm: float, foreach: bool) -> Run:
 def _unscale(dtype: torch.dtype) -> Run:
     grads = [rand(*size, dtype=dtype) for size in _SIZES]
     found, inverse = torch.zeros(1, device="cuda"), torch.ones((), device="cuda")
-    return forward(torch._amp_foreach_non_finite_check_and_unscale_, grads, found, inverse)
+    return forward(unscale_foreach_, grads, found, inverse)
 
 
 def _foreach_copy() -> Run:
     sources = [rand(*size) for size in _SIZES]
-    return forward(torch._foreach_copy_, [source.bfloat16() for source in sources], sources)
+    return forward(foreach_copy_, [source.bfloat16() for source in sources], sources)

@@ -10,6 +10,7 @@ import torch
 from vramfit.inference.layerwise.row_calls import RowCall, casted
 from vramfit.inference.layerwise.row_tensors import RowTensor
 from vramfit.inference.layerwise.row_windows import SameRows
+from vramfit.torch_internals.dispatch import parse_to
 
 _POINTWISE_WORDS = """
 abs absolute neg negative positive sign sgn exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square
@@ -128,7 +129,7 @@ def to(call: RowCall) -> Any:
         if others:
             device, dtype, copy = others[0].device, others[0].dtype, False
         else:
-            device, dtype, _, _ = torch._C._nn._parse_to(
+            device, dtype, _, _ = parse_to(
                 *call.args[1:], **{key: value for key, value in call.kwargs.items() if key != "copy"}
             )
             copy = bool(call.kwargs.get("copy"))

@@ -8,12 +8,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import _disable_current_modes
 
 from vramfit.inference.layerwise.conv_rules import each
 from vramfit.inference.layerwise.row_calls import RowCall
 from vramfit.inference.layerwise.row_tensors import RowTensor
 from vramfit.inference.layerwise.row_windows import RowTable
+from vramfit.torch_internals.dispatch import disable_current_modes
 
 POOLS = tuple(f"{kind}_pool{dims}d" for kind in ("max", "avg") for dims in (1, 2, 3))
 
@@ -202,7 +202,7 @@ def _taps(
     weights are therefore read from alternating zeros and ones in that precision, which hold all of its digits.
     """
     count = len(sizes or scales or ())
-    with _disable_current_modes():
+    with disable_current_modes():
         precise = torch.float64 if dtype == torch.float64 else torch.float32
 
         def asked(values: torch.Tensor) -> npt.NDArray[np.float64]:

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _disable_current_modes
 
 from vramfit.errors import UsageError
 from vramfit.inference.layerwise.chunk_height import ChunkHeight, ChunkStore
@@ -30,6 +29,11 @@ from vramfit.inference.layerwise.row_nodes import (
 )
 from vramfit.inference.layerwise.row_tensors import Hold, RowTensor, replaced, row_tensors_in
 from vramfit.inference.layerwise.row_windows import RowWindow, SameRows
+from vramfit.torch_internals.dispatch import (
+    DisableTorchFunction,
+    DisableTorchFunctionSubclass,
+    disable_current_modes,
+)
 
 Rule = Callable[["RowCall"], Any]
 """Gives a call's result, or NotImplemented where the call wants whole tensors."""
@@ -82,7 +86,7 @@ class RowCall:
         Raises:
             Exception: whatever the function raises for these arguments.
         """
-        with _disable_current_modes():
+        with disable_current_modes():
             return self.func(*_on_meta(self.args), **_on_meta(self.kwargs))
 
     def bound(self, found: Sequence[RowTensor]) -> Compute:
@@ -472,7 +476,7 @@ _OPERATORS = frozenset(_OPERATORS_WORDS.split())
 
 
 def _natively(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
 
@@ -493,7 +497,7 @@ def computing(kind: str) -> Iterator[None]:
     """Rows are computed by torch's functions themselves, in the types that were settled when they were called."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.no_grad())
-        stack.enter_context(torch._C.DisableTorchFunction())
+        stack.enter_context(DisableTorchFunction())
         if torch.is_autocast_enabled(kind):
             stack.enter_context(torch.autocast(kind, enabled=False))
         yield

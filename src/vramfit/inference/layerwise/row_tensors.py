@@ -9,6 +9,8 @@ import torch
 
 from vramfit.errors import UsageError
 from vramfit.inference.layerwise.row_nodes import LayerNode, update_front
+from vramfit.torch_internals.dispatch import DisableTorchFunctionSubclass
+from vramfit.torch_internals.tensors import make_wrapper_subclass
 
 
 class RowKeeper(Protocol):
@@ -63,7 +65,7 @@ class RowTensor(torch.Tensor):
     def __new__(cls, node: LayerNode, session: RowKeeper) -> RowTensor:
         """A tensor for a node."""
         outline = node.outline
-        made: RowTensor = torch.Tensor._make_wrapper_subclass(
+        made: RowTensor = make_wrapper_subclass(
             cls, outline.shape, strides=outline.strides, dtype=outline.dtype, device=outline.device
         )
         made.hold, made.session, made.family = Hold(node, session), session, None
@@ -103,7 +105,7 @@ class RowTensor(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Its shape; to show values would compute them."""
         del tensor_contents
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             return f"RowTensor(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
     @classmethod

@@ -181,7 +181,7 @@ def _check_tensor(name: str, path: str, tensor: torch.Tensor) -> None:
 
 
 def _is_wrapper(tensor: torch.Tensor) -> bool:
-    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+    from vramfit.torch_internals.dispatch import is_traceable_wrapper_subclass
 
     return bool(is_traceable_wrapper_subclass(tensor))
 

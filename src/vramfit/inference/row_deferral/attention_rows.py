@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from vramfit.torch_internals.kernel_choice import fused_sdp_choice
+
 MATH = 0
 """The number of the backend that writes all scores out (ATen/SDPBackend.h)."""
 
@@ -34,7 +36,7 @@ def bind_attention(
     scale, grouped = options.get("scale"), bool(options.get("enable_gqa", False))
     if dropout_p or query.dim() < 3 or set(options) - {"scale", "enable_gqa"}:
         return None
-    backend = torch._fused_sdp_choice(
+    backend = fused_sdp_choice(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=grouped
     )
     if backend != MATH:

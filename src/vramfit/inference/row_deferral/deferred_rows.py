@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from vramfit.errors import VramfitError
+from vramfit.torch_internals.pytree import tree_flatten, tree_map_only, tree_unflatten
+from vramfit.torch_internals.tensors import make_wrapper_subclass
 
 Spans: TypeAlias = Mapping[int, tuple[int, int]]
 """Where a block begins and ends, by axis; an axis that is missing is taken whole."""
@@ -263,7 +264,7 @@ class DeferredRows(torch.Tensor):
     def make(facts: RowsFacts) -> DeferredRows:
         """A tensor that stands for what a recipe gives."""
         node = facts.node
-        made: DeferredRows = torch.Tensor._make_wrapper_subclass(
+        made: DeferredRows = make_wrapper_subclass(
             DeferredRows, node.shape, dtype=node.sample.dtype, device=node.sample.device
         )
         made.facts = facts

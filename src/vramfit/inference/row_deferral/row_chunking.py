@@ -139,7 +139,7 @@ def _with_axes(right: torch.Tensor, left: torch.Tensor, leading: set[int]) -> to
 
 def _is_fake(tensor: Any) -> bool:
     """Whether it is a tensor of the virtual GPU, which takes part as a plain one would."""
-    from torch._subclasses.fake_tensor import FakeTensor
+    from vramfit.torch_internals.fake_tensors import FakeTensor
 
     return isinstance(tensor, FakeTensor)
 

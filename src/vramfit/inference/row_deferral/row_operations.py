@@ -8,7 +8,6 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from vramfit.errors import VramfitError
 from vramfit.inference.row_deferral.deferred_rows import (
@@ -21,6 +20,8 @@ from vramfit.inference.row_deferral.deferred_rows import (
     autocast_now,
     with_values,
 )
+from vramfit.torch_internals.dispatch import DisableTorchFunctionSubclass
+from vramfit.torch_internals.pytree import tree_flatten, tree_unflatten
 
 Func: TypeAlias = Callable[..., Any]
 Args: TypeAlias = tuple[Any, ...]
@@ -31,7 +32,7 @@ NONE: frozenset[int] = frozenset()
 def call_with_rows(func: Func, args: Args, kwargs: Named) -> Any:
     """Run an operation that has deferred rows among its arguments."""
     if func in _METADATA:
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     if not args and isinstance(kwargs.get("input"), DeferredRows):
         args, kwargs = (kwargs["input"],), {name: value for name, value in kwargs.items() if name != "input"}

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -18,6 +17,7 @@ from vramfit.gpus import find_gpu
 from vramfit.planner.devices.cost import PeakMeter, StepCost, profile_of, started
 from vramfit.planner.step_profiler import StepProfile, StepProfiler
 from vramfit.techniques import Profile
+from vramfit.torch_internals.memory import clear_cublas_workspaces, empty_host_cache
 from vramfit.workload import Batch, State, Workload
 
 WARM_STEPS = 2
@@ -224,10 +224,9 @@ class CardBackend:
         self._let_backward_go()
         gc.collect()  # a model is full of cycles
         torch.cuda.synchronize(self.index)
-        native: Any = torch._C
-        native._cuda_clearCublasWorkspaces()
+        clear_cublas_workspaces()
         torch.cuda.empty_cache()
-        native._host_emptyCache()
+        empty_host_cache()
         self.left_bytes = max(self.left_bytes, torch.cuda.memory_allocated(self.index))
         torch.cuda.reset_peak_memory_stats(self.index)
         torch.cuda.reset_peak_host_memory_stats()

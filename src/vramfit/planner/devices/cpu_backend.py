@@ -19,12 +19,13 @@ from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from vramfit.capture.gradient_sums import measure_counts
 from vramfit.planner.devices.cost import PeakMeter, StepCost, profile_of
 from vramfit.planner.step_profiler import Estimate, StepProfile, StepProfiler, called, flops_of, tensors_of
 from vramfit.techniques import Profile, live_of
+from vramfit.torch_internals.autograd_engine import RecordFunctionFast
+from vramfit.torch_internals.dispatch import TorchDispatchMode
 from vramfit.workload import State, Workload
 
 STEPS = 2
@@ -148,7 +149,7 @@ class _Counter(PeakMeter):
         """An interval ends now. See NOTE [Marks]."""
         self.boundaries += 1
         # Below the dispatcher: under a profiler it would be one of the operations that are profiled.
-        with torch._C._profiler._RecordFunctionFast(_MARK):
+        with RecordFunctionFast(_MARK):
             pass
 
     def read(self, events: Iterable[tuple[str, int]]) -> None:

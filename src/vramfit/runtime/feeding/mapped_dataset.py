@@ -31,6 +31,7 @@ from vramfit.runtime.feeding.dataset_files import (
     write_samples,
 )
 from vramfit.runtime.feeding.page_cache import CacheSource, PageCache, cached_pages, page_runs
+from vramfit.torch_internals.tensors import shared_storage
 from vramfit.writing import StrPath
 
 _STAYS_COLD = 64
@@ -308,7 +309,7 @@ def _shared_memory(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     nbytes = math.prod(shape) * dtype.itemsize
     if not nbytes:
         return torch.empty(shape, dtype=dtype)
-    storage = torch.UntypedStorage._new_shared(nbytes, device="cpu")
+    storage = shared_storage(nbytes)
     return torch.empty(0, dtype=dtype).set_(storage).view(shape)  # type: ignore[call-overload,no-any-return,unused-ignore]
 
 

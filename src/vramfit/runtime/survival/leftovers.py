@@ -18,6 +18,7 @@ from typing import TypeVar
 import torch
 
 from vramfit.runtime.oom_forms import MemoryShortage, chain_of, recognised
+from vramfit.torch_internals.memory import clear_cublas_workspaces
 from vramfit.units import format_bytes, parse_bytes
 
 T = TypeVar("T")
@@ -51,10 +52,9 @@ def release_workspaces(device: torch.device) -> None:
 
     Each is taken again at the next product of matrices.
     """
-    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)  # builds for a card have it
-    if device.type == "cuda" and clear is not None:
+    if device.type == "cuda":
         torch.cuda.synchronize(device)
-        clear()
+        clear_cublas_workspaces()
     release_memory(device)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from vramfit.runtime.tiers.tier import Copy, Layout, NoRoom, Tier
+from vramfit.torch_internals.autograd_engine import storage_use_count
 
 DEVICE_BLOCK = 512
 """The caching allocator rounds requests up to it (kMinBlockSize, c10/core/CachingDeviceAllocator.h)."""
@@ -28,7 +29,7 @@ def holders(tensor: torch.Tensor) -> int:
     ``torch._C._storage_Use_Count`` counts them, as torch's CUDA graph trees do (torch/_inductor/cudagraph_trees.py).
     """
     storage = tensor.untyped_storage()
-    return int(torch._C._storage_Use_Count(storage._cdata))
+    return int(storage_use_count(storage._cdata))
 
 
 class DeviceTier(Tier):

@@ -21,6 +21,7 @@ from vramfit.errors import EnvironmentUnfitError, UsageError
 from vramfit.gpus import find_gpu
 from vramfit.runtime.tiers.memory_tiers import DeviceTier
 from vramfit.runtime.tiers.tier import Copy, Layout
+from vramfit.torch_internals.memory import unified_memory
 from vramfit.units import format_bytes
 
 
@@ -79,7 +80,7 @@ def unified_refused(device: torch.device) -> str | None:
     """Why a device has no unified memory here; None where it has."""
     if device.type != "cuda":
         return "there is no card"
-    if not hasattr(torch.cuda, "_use_uvm"):
+    if unified_memory() is None:
         return f"torch {torch.__version__} cannot allocate it; 2.13 can"
     if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None:
         return "cuda-python is not installed: pip install cuda-python"
@@ -146,7 +147,9 @@ class UnifiedTier(DeviceTier):
         with contextlib.ExitStack() as stack:
             failed: BaseException | None = None
             try:
-                stack.enter_context(vars(torch.cuda)["_use_uvm"](self.device))
+                allocating = unified_memory()
+                assert allocating is not None  # `unified_refused` has looked
+                stack.enter_context(allocating(self.device))
             except Exception as error:  # told to who asks
                 failed = error
             while (asked := self._asked.get()) is not None:

@@ -27,7 +27,6 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
@@ -37,6 +36,12 @@ from torch.utils.checkpoint import (
 )
 
 from vramfit.errors import UsageError
+from vramfit.torch_internals.dispatch import (
+    DispatchKey,
+    SetExcludeDispatchKeyGuard,
+    TorchDispatchMode,
+    all_op_names,
+)
 
 CAST = torch.ops.aten._to_copy.default
 """What autocast calls to make a copy in lower precision."""
@@ -103,7 +108,7 @@ def changed_arguments(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, A
 
 def alias_of(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor without its graph, and with its count of changes in place (_detach_helper in checkpoint.py)."""
-    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+    with SetExcludeDispatchKeyGuard(DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
 
 
@@ -201,7 +206,7 @@ def check_specs(specs: Iterable[str]) -> None:
 @functools.cache
 def _all_ops() -> frozenset[str]:
     """The names of all ops that are known now, without overloads."""
-    names = torch._C._dispatch_get_all_op_names()
+    names = all_op_names()
     return frozenset(name.rpartition("::")[2].partition(".")[0] for name in names)
 
 

@@ -30,12 +30,12 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
-from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from vramfit.errors import UsageError
 from vramfit.techniques.activation_checkpointing.op_facts import Keeping
+from vramfit.torch_internals.modules import NormBase
+from vramfit.torch_internals.pytree import tree_flatten, tree_map_only, tree_unflatten
 
 
 class Recomputed:
@@ -114,7 +114,7 @@ class _BlockCall:
         """
         args, kwargs = own_caches(args), own_caches(kwargs)
         self._given = [(args, kwargs)]
-        leaves, self._spec = pytree.tree_flatten((args, kwargs))
+        leaves, self._spec = tree_flatten((args, kwargs))
         inputs: list[torch.Tensor] = []
         devices: set[torch.device] = set()
         firsts: dict[int, int] = {}
@@ -151,7 +151,7 @@ class _BlockCall:
             leaves[index] = self._found.pop(index)
         for index, first in self._same.items():
             leaves[index] = leaves[first]
-        rebuilt: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(leaves, self._spec)
+        rebuilt: tuple[tuple[Any, ...], dict[str, Any]] = tree_unflatten(leaves, self._spec)
         return rebuilt
 
     def contexts(
@@ -233,7 +233,7 @@ def _none() -> None:
 
 def give(outputs: Any, segment: str) -> Any:
     """A block's outputs, those that need gradients with a recipe."""
-    return pytree.tree_map_only(torch.Tensor, lambda output: _marked(output, segment), outputs)
+    return tree_map_only(torch.Tensor, lambda output: _marked(output, segment), outputs)
 
 
 def take(value: torch.Tensor, segment: str) -> Recipe | None:
@@ -291,7 +291,7 @@ def untouched_statistics(module: nn.Module) -> Iterator[None]:
 
 def buffer_versions(module: nn.Module) -> dict[str, int]:
     """How often each buffer was changed in place, but for the running statistics of norm layers."""
-    norms = {id(norm) for norm in module.modules() if isinstance(norm, _NormBase)}
+    norms = {id(norm) for norm in module.modules() if isinstance(norm, NormBase)}
     return {
         f"{path}.{name}" if path else name: buffer._version
         for path, inner in module.named_modules()
@@ -317,7 +317,7 @@ def refuse_changed_buffers(path: str, before: dict[str, int], after: dict[str, i
 
 def _norms_in_training(module: nn.Module) -> Iterator[nn.Module]:
     for inner in module.modules():
-        if isinstance(inner, _NormBase) and inner.training and inner.track_running_stats:
+        if isinstance(inner, NormBase) and inner.training and inner.track_running_stats:
             yield inner
 
 

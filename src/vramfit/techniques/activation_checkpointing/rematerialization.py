@@ -28,7 +28,6 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from vramfit.techniques.activation_checkpointing.op_facts import (
     Matcher,
@@ -38,6 +37,14 @@ from vramfit.techniques.activation_checkpointing.op_facts import (
     op_facts,
     repeats,
     tensors_in,
+)
+from vramfit.torch_internals.dispatch import (
+    AutoDispatchBelowAutograd,
+    DispatchKey,
+    DispatchKeySet,
+    ExcludeDispatchKeyGuard,
+    TorchDispatchMode,
+    is_traceable_wrapper_subclass,
 )
 
 _STATISTICS = frozenset({"running_mean", "running_var"})
@@ -54,9 +61,7 @@ _CHANGED = (
 _SWEEP = 32
 """Ops from one look at what is gone to the next."""
 
-_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
-    torch._C.DispatchKey.AutocastCUDA
-)
+_AUTOCAST = DispatchKeySet(DispatchKey.AutocastCPU) | DispatchKeySet(DispatchKey.AutocastCUDA)
 
 
 class Rematerialized:
@@ -198,7 +203,7 @@ class _Step:
     def run(self, values: dict[_Result, torch.Tensor], path: str) -> Any:
         """Call the op again."""
         args, kwargs = self._filled(self.args, values, path), self._filled(self.kwargs, values, path)
-        with torch.set_grad_enabled(self.grad), torch._C._AutoDispatchBelowAutograd():
+        with torch.set_grad_enabled(self.grad), AutoDispatchBelowAutograd():
             return self._called(args, kwargs)
 
     def _called(self, args: Any, kwargs: Any) -> Any:
@@ -301,7 +306,7 @@ def _unpack(saved: _Held | _Saved) -> torch.Tensor:
             raise RuntimeError(_CHANGED)
         return saved.tensor
     result = saved.result
-    with torch.no_grad(), torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+    with torch.no_grad(), ExcludeDispatchKeyGuard(_AUTOCAST):
         value = result.value
         if value is None:
             value = _computed(result)

@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from vramfit.errors import UsageError
 from vramfit.techniques.chunked_loss.deferred import Chunking, DeferredLogits, default_rows
@@ -17,6 +16,11 @@ from vramfit.techniques.core.attached_program import AttachedProgram, AttachStag
 from vramfit.techniques.core.model_profile import Profile
 from vramfit.techniques.core.surround import has_own_forward, plain_class, surroundings_of
 from vramfit.techniques.core.technique import Numerics, Promise, Setting, Technique
+from vramfit.torch_internals.dispatch import (
+    get_tracing_state,
+    is_traceable_wrapper_subclass,
+    peek_interpreter_stack,
+)
 
 # Below this share of the peak the logits are not worth the trouble.
 _NOTABLE = 0.03
@@ -162,18 +166,14 @@ def _can_defer(hidden: Any, weight: Any, bias: Any) -> bool:
     """Whether a head's product is a plain one that autograd would record."""
     if not isinstance(hidden, torch.Tensor) or hidden.dim() < 2 or hidden.is_nested:
         return False
-    if (
-        not torch.is_grad_enabled()
-        or torch.compiler.is_compiling()
-        or torch._C._get_tracing_state() is not None
-    ):
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling() or get_tracing_state() is not None:
         return False
     tensors = [tensor for tensor in (hidden, weight, bias) if tensor is not None]
     if any(
         isinstance(t, DeferredLogits) or is_traceable_wrapper_subclass(t) or t.is_inference() for t in tensors
     ):
         return False
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if peek_interpreter_stack() is not None:
         return False
     fits = all(tensor.device == weight.device for tensor in tensors) and hidden.shape[-1] == weight.shape[1]
     autocast = torch.is_autocast_enabled(hidden.device.type)

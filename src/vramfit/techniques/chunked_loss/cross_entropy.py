@@ -13,6 +13,7 @@ from torch import Tensor
 
 from vramfit.techniques.chunked_loss.chunks import Head, LossSpec, Rows, apply_steps
 from vramfit.techniques.chunked_loss.deferred import Casting, DeferredLogits, default_rows
+from vramfit.torch_internals.autograd_engine import will_engine_execute_node
 
 
 def chunked_cross_entropy(
@@ -131,7 +132,7 @@ def _open_gradient(weight: torch.Tensor | None) -> torch.Tensor | None:
     ):
         return None
     try:
-        ends = torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(weight).node)
+        ends = will_engine_execute_node(torch.autograd.graph.get_gradient_edge(weight).node)
     except RuntimeError:  # torch.autograd.grad of this very weight
         return None
     return grad if ends else None

@@ -21,10 +21,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.utils._pytree import tree_map_only
 
 from vramfit.errors import VramfitError
 from vramfit.techniques.chunked_loss.chunks import Step
+from vramfit.torch_internals.pytree import tree_map_only
+from vramfit.torch_internals.tensors import make_wrapper_subclass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -279,7 +280,7 @@ def _real(deferred: DeferredLogits) -> torch.Tensor:
 
 
 def _empty(family: LogitsFamily, recipe: LogitsRecipe) -> DeferredLogits:
-    made: DeferredLogits = torch.Tensor._make_wrapper_subclass(
+    made: DeferredLogits = make_wrapper_subclass(
         DeferredLogits, recipe.shape, dtype=recipe.dtype, device=family.hidden.device
     )
     return made

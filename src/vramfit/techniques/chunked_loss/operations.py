@@ -21,6 +21,7 @@ from vramfit.techniques.chunked_loss.deferred import (
     looked_at,
     real,
 )
+from vramfit.torch_internals.dispatch import DisableTorchFunctionSubclass, parse_to
 
 _Handler: TypeAlias = Callable[..., Any]
 
@@ -42,7 +43,7 @@ def defer(
 def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operation that has deferred logits among its arguments."""
     if func in _KNOWN_BEFORE or (func in _GRAPH and args[0].full is None):
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     if not args and isinstance(kwargs.get("input"), DeferredLogits):
         args, kwargs = (kwargs["input"],), {name: value for name, value in kwargs.items() if name != "input"}
@@ -202,7 +203,7 @@ def _to(func: _Handler, x: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
         return NotImplemented
     known = {name: value for name, value in kwargs.items() if name in ("device", "dtype")}
     try:
-        device, dtype, *_ = torch._C._nn._parse_to(*args, **known)
+        device, dtype, *_ = parse_to(*args, **known)
     except (RuntimeError, TypeError):
         return NotImplemented
     if device is not None and torch.empty(0, device=device).device != x.device:

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from vramfit.torch_internals.dispatch import TorchDispatchMode
+from vramfit.torch_internals.pytree import tree_leaves
 
 NO_CALL = -1
 """The number of the call that an operation outside of all modules belongs to."""

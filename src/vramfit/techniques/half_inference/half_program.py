@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from vramfit.errors import UsageError
 from vramfit.techniques.batch_norm_folding import FOLDED_MARK
@@ -22,6 +21,7 @@ from vramfit.techniques.support.casting import (
     map_tensors,
     put_values,
 )
+from vramfit.torch_internals.modules import BatchNorm
 
 WIDER = frozenset({torch.float32, torch.float64})
 _FLOAT32 = frozenset({torch.float32})
@@ -74,7 +74,7 @@ class Float32Part:
         self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run the forward pass."""
-        if isinstance(module, _BatchNorm):
+        if isinstance(module, BatchNorm):
             return forward(*args, **kwargs)
         args, kwargs = map_tensors((args, kwargs), _widened)
         return map_tensors(forward(*args, **kwargs), self._halved)
@@ -119,7 +119,7 @@ def make_half(
     model = live.model
     chosen = list(islands)
     inside = {id(part) for island in chosen for part in island.modules()}
-    chosen += [m for m in model.modules() if isinstance(m, _BatchNorm) and id(m) not in inside]
+    chosen += [m for m in model.modules() if isinstance(m, BatchNorm) and id(m) not in inside]
     _check_shared(model, chosen)
     kept = {id(tensor) for island in chosen for tensor in (*island.parameters(), *island.buffers())}
     on = {id(module) for module in handing_on}

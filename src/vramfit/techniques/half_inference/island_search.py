@@ -18,8 +18,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from vramfit.arguments import number_argument, shown
 from vramfit.errors import UsageError
@@ -33,6 +31,8 @@ from vramfit.techniques.half_inference.half_program import (
 )
 from vramfit.techniques.support.casting import HALVES, cast_tensors, find_islands, put_values
 from vramfit.techniques.support.evaluation import in_evaluation
+from vramfit.torch_internals.dispatch import TorchDispatchMode
+from vramfit.torch_internals.modules import BatchNorm
 from vramfit.workload import Batch, call_model
 
 TOLERANCE = 0.01
@@ -221,7 +221,7 @@ class _Search:
         live = AttachedProgram(self.model, None)
         probes = _Probes(self.dtype, self._check_time)
         for path, module in self.model.named_modules():
-            if path in trace.computing and path and not isinstance(module, _BatchNorm):
+            if path in trace.computing and path and not isinstance(module, BatchNorm):
                 live.surround(module, _Probe(path, probes))
         try:
             with products_in_float32(self.dtype):

@@ -27,6 +27,11 @@ from vramfit.techniques.support.saved import (
     storage_key,
     written_in_place,
 )
+from vramfit.torch_internals.autograd_engine import (
+    current_graph_task_id,
+    execution_engine,
+    will_engine_execute_node,
+)
 
 
 class Visitors(LayerWeights):
@@ -200,10 +205,10 @@ class Depot:
 
     def expect_end(self) -> None:
         """Let `_end_backward` be called when the backward pass under way is over."""
-        task = torch._C._current_graph_task_id()
+        task = current_graph_task_id()
         if task != self._task:
             self._task = task
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+            execution_engine.queue_callback(self._end_backward)
 
     def _near(self, index: int, step: int) -> range:
         return range(index, index + (self._ahead + 1) * step, step)
@@ -341,6 +346,6 @@ class Gradients:
 def _adds(node: Any) -> bool:
     """Whether the backward pass under way adds gradients to the parameter."""
     try:
-        return bool(torch._C._will_engine_execute_node(node))
+        return bool(will_engine_execute_node(node))
     except RuntimeError:  # torch.autograd.grad, which gives them back
         return False

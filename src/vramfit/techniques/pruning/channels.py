@@ -13,6 +13,7 @@ from vramfit.arguments import number_argument, whole_argument
 from vramfit.errors import UsageError
 from vramfit.techniques.core.attached_program import AttachedProgram
 from vramfit.techniques.pruning.channel_groups import ChannelGroup, ChannelPlace, channel_groups, entries
+from vramfit.torch_internals.modules import ConvNd, NormBase
 from vramfit.workload import Batch
 
 _MULTIPLE = 8
@@ -121,9 +122,9 @@ def _resize(live: AttachedProgram, owner: nn.Module, own: str, place: ChannelPla
     """Say the new number of channels where a module says it."""
     if own == "weight" and isinstance(owner, nn.Linear):
         live.set(owner, "out_features" if place.makes else "in_features", count * place.each)
-    elif own == "weight" and isinstance(owner, nn.modules.conv._ConvNd):
+    elif own == "weight" and isinstance(owner, ConvNd):
         live.set(owner, "out_channels" if place.makes else "in_channels", count)
-    elif isinstance(owner, nn.modules.batchnorm._NormBase) and owner.num_features != count:
+    elif isinstance(owner, NormBase) and owner.num_features != count:
         live.set(owner, "num_features", count)
 
 

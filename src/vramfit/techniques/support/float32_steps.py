@@ -23,9 +23,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from vramfit.techniques.support.optimizer_exchange import ELEMENTWISE, is_separable
+from vramfit.torch_internals.dispatch import is_traceable_wrapper_subclass
+from vramfit.torch_internals.optimizers import foreach_copy_
 
 Optimizer = torch.optim.Optimizer
 
@@ -93,11 +94,11 @@ class Float32Steps:
         flat = chunk.room(torch.float32)
         wide = chunk.parts(flat)
         narrow = [piece.of(piece.parameter) for piece in chunk.slices]
-        torch._foreach_copy_(wide, narrow)
+        foreach_copy_(wide, narrow)
         if self.remainders is not None:
             kept = [piece.of(self._remainder(piece.parameter)) for piece in chunk.slices]
             lost = chunk.room(torch.int16)
-            torch._foreach_copy_(chunk.parts(lost), kept)
+            foreach_copy_(chunk.parts(lost), kept)
             join_(flat, lost)
             del lost
         _widen_gradients(chunk, wide)
@@ -115,11 +116,11 @@ class Float32Steps:
         for piece, tensor, states in zip(chunk.slices, wide, given, strict=True):
             self._take_back(optimizer, piece, view.state.pop(tensor, {}), states)
         if self.remainders is None:
-            torch._foreach_copy_(narrow, chunk.parts(round_at_random(flat)))
+            foreach_copy_(narrow, chunk.parts(round_at_random(flat)))
         else:
             half, lost = split(flat)
-            torch._foreach_copy_(narrow, chunk.parts(half))
-            torch._foreach_copy_(kept, chunk.parts(lost))
+            foreach_copy_(narrow, chunk.parts(half))
+            foreach_copy_(kept, chunk.parts(lost))
 
     def _remainder(self, parameter: torch.Tensor) -> torch.Tensor:
         """Its remainders, where it is; zeros for one that came later."""
@@ -236,7 +237,7 @@ def _widen_gradients(chunk: Chunk, wide: list[torch.Tensor]) -> None:
             tensor.grad = part
             dense.append((part, piece.of(gradient)))
     if dense:
-        torch._foreach_copy_([part for part, _ in dense], [gradient for _, gradient in dense])
+        foreach_copy_([part for part, _ in dense], [gradient for _, gradient in dense])
 
 
 # -- between float32 and bfloat16: without loss, as two halves, or at random, right on average ---------------------

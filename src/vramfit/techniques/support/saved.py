@@ -15,17 +15,23 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import (
-    _get_current_dispatch_mode_stack,
-    _pop_mode,
-    _push_mode,
-    is_traceable_wrapper_subclass,
+
+from vramfit.torch_internals.autograd_engine import (
+    CachedTorchDispatchMode,
+    CachingTorchDispatchMode,
+    current_graph_task_id,
+    top_saved_tensors_hooks,
 )
-from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
+from vramfit.torch_internals.dispatch import (
+    current_dispatch_modes,
+    is_traceable_wrapper_subclass,
+    pop_mode,
+    push_mode,
+)
+from vramfit.torch_internals.pytree import tree_leaves
 
 # The modes of torch.utils.checkpoint.create_selective_checkpoint_contexts, by themselves or inside one of ours.
-_COUNTING = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
+_COUNTING = (CachingTorchDispatchMode, CachedTorchDispatchMode)
 
 
 class Packed(Protocol):
@@ -91,7 +97,7 @@ def packing(take: Callable[[torch.Tensor], Packed | None]) -> saved_tensors_hook
 def hooks_outside() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
     """The pair of hooks that is active; None without."""
     found: tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None = (
-        torch._C._autograd._top_saved_tensors_default_hooks(True)
+        top_saved_tensors_hooks(True)
     )
     return found
 
@@ -102,14 +108,14 @@ def unseen() -> Iterator[None]:
 
     A block's second run has to show the operations of its first; what is copied or packed on the way differs.
     """
-    modes = _get_current_dispatch_mode_stack()
+    modes = current_dispatch_modes()
     lowest = next((index for index, mode in enumerate(modes) if _counts(mode)), len(modes))
-    taken = [_pop_mode() for _ in modes[lowest:]]
+    taken = [pop_mode() for _ in modes[lowest:]]
     try:
         yield
     finally:
         for mode in reversed(taken):
-            _push_mode(mode)
+            push_mode(mode)
 
 
 def _counts(mode: Any) -> bool:
@@ -126,7 +132,7 @@ def written_in_place(tensor: torch.Tensor, version: int) -> RuntimeError:
 
 def in_backward() -> bool:
     """Whether the autograd engine runs on this thread: a forward pass is then a recomputation."""
-    return torch._C._current_graph_task_id() != -1
+    return bool(current_graph_task_id() != -1)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

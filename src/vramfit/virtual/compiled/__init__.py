@@ -25,8 +25,12 @@ import warnings
 import torch
 
 from vramfit.patching import PatchStack
+from vramfit.torch_internals.cuda_device import GRAPH_TREES, allocator_state
+from vramfit.torch_internals.names import Feature, attempt
 from vramfit.virtual.compiled.outside import Outside
 from vramfit.virtual.op_runner import OpRunner
+
+_FEATURE = Feature("compiled programs")
 
 
 class Compiler:
@@ -34,6 +38,7 @@ class Compiler:
 
     Attributes:
         outside: leaves that GPU for a while.
+        works: whether this torch has what it needs; without it programs run as they would uncompiled.
     """
 
     def __init__(self, mode: OpRunner, patches: PatchStack) -> None:
@@ -41,23 +46,28 @@ class Compiler:
         self._patches = patches
         self.outside = Outside()
         self._installed = False
+        self.works = True
 
     def install(self) -> None:
         """Let torch's compiler work here; loads it, which takes seconds, so only what compiles should call this."""
         if self._installed:
             return
         self._installed = True
+        self.works = bool(attempt(_FEATURE, self._patches, self._install))
+
+    def _install(self, patches: PatchStack) -> bool:
         with self.outside(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # parts of torch that others of its parts call deprecated
             load_graph_trees()
             from vramfit.virtual.compiled import dynamo, inductor
-        inductor.install(self._mode, self.outside, self._patches)
-        dynamo.install(self._mode, self.outside, self._patches)
+        inductor.install(self._mode, self.outside, patches)
+        dynamo.install(self._mode, self.outside, patches)
+        return True
 
 
 def load_graph_trees() -> None:
     """Load what `torch._dynamo.reset` asks for as the build has it: a CPU build lacks what a card's would import."""
     with PatchStack() as patches:
-        if not hasattr(torch._C, "_cuda_CUDAAllocator_AllocatorState"):
+        if not allocator_state.exists:
             patches.set(torch.backends.cuda, "is_built", lambda: False)
-        importlib.import_module("torch._inductor.cudagraph_trees")
+        importlib.import_module(GRAPH_TREES)

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo
 from torch import nn
-from torch._C._dynamo.eval_frame import _FrameAction as FrameAction
-from torch._C._dynamo.eval_frame import _FrameExecStrategy as FrameExecStrategy
-from torch._dynamo import convert_frame, eval_frame, trace_rules
-from torch._dynamo.exc import Unsupported
-from torch._dynamo.guards import CheckFunctionManager
-from torch._dynamo.types import ConvertFrameReturn
-from torch._dynamo.variables.optimizer import OptimizerVariable
-from torch._functorch import config as functorch_config
 
 from vramfit.patching import PatchStack
+from vramfit.torch_internals import compiler
+from vramfit.torch_internals.compiler import (
+    CheckFunctionManager,
+    ConvertFrameReturn,
+    FrameAction,
+    FrameExecStrategy,
+    OptimizerVariable,
+    Unsupported,
+    convert_frame,
+    eval_frame,
+    functorch_config,
+)
 from vramfit.virtual.compiled.outside import Outside
 from vramfit.virtual.op_runner import OpRunner
 
@@ -61,15 +63,14 @@ def install(mode: OpRunner, outside: Outside, patches: PatchStack) -> None:
     _patch_flex_attention(mode, outside, patches)
     # The mode is for the run, not for the compiler: a compiled program may run under it.
     patches.set(type(mode), "ignore_compile_internals", classmethod(lambda cls: True))
-    patches.call(torch._dynamo.reset)  # what was compiled for virtual tensors fits no others
-    directories = trace_rules.SKIP_DIRS
-    directories.extend(_OURS)
-    trace_rules._recompile_re()
+    patches.call(compiler.reset)  # what was compiled for virtual tensors fits no others
+    compiler.skipped_folders.extend(_OURS)
+    compiler.make_skip_list_anew()
 
     def forget() -> None:
         for part in _OURS:
-            directories.remove(part)
-        trace_rules._recompile_re()
+            compiler.skipped_folders.remove(part)
+        compiler.make_skip_list_anew()
 
     patches.call(forget)
 
@@ -110,8 +111,7 @@ def _patch_flex_attention(mode: OpRunner, outside: Outside, patches: PatchStack)
 
     What it makes on the card is kept virtual.
     """
-    # By its path: an operator has the name of the module.
-    flex_attention = importlib.import_module("torch._higher_order_ops.flex_attention")
+    flex_attention = compiler.flex_attention()
     original = flex_attention.create_fw_bw_graph
 
     def create_fw_bw_graph(*args: Any, **kwargs: Any) -> Any:

@@ -6,25 +6,18 @@ import copy
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch._inductor.compile_fx
-import torch._inductor.fx_passes.joint_graph
-import torch._inductor.output_code
-import torch._inductor.scheduler
-import torch.utils._triton
-from torch._dynamo import device_interface
-from torch._inductor import async_compile, config, graph, select_algorithm
-from torch._inductor.codecache import CacheBase, FxGraphCache
-from torch._inductor.fx_passes import joint_graph, pad_mm
-from torch._inductor.runtime.hints import DeviceProperties
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from vramfit.patching import PatchStack
+from vramfit.torch_internals import compiler
+from vramfit.torch_internals.compiler import async_compile, graph, joint_graph, pad_mm, select_algorithm
+from vramfit.torch_internals.compiler import inductor_config as config
+from vramfit.torch_internals.dispatch import TorchDispatchMode
+from vramfit.torch_internals.fake_tensors import FakeTensorMode
 from vramfit.virtual.compiled.outside import Outside
 from vramfit.virtual.compiled.player import GraphPlayer, GraphPools
 from vramfit.virtual.compiled.wrapper import CompiledGraph
@@ -109,10 +102,8 @@ def _key(gm: GraphModule, inputs: Sequence[Any], to_check: Sequence[int], kwargs
         isinstance(one, torch.Tensor) and _is_fixed(one) for one in inputs
     ):
         return None
-    known, _ = FxGraphCache.prepare_key(gm, inputs, kwargs, to_check, False)
-    if known is None:
-        return None
-    return known[0], tuple(node.stack_trace for node in gm.graph.nodes)
+    known = compiler.graph_key(gm, inputs, kwargs, to_check)
+    return None if known is None else (known, tuple(node.stack_trace for node in gm.graph.nodes))
 
 
 def _is_fixed(tensor: torch.Tensor) -> bool:
@@ -156,43 +147,27 @@ class _OnHost(TorchDispatchMode):
 
 def install(mode: OpRunner, outside: Outside, patches: PatchStack) -> None:
     """Let Inductor compile for the virtual card, up to the program that it writes."""
-    _forget_cards()
-    patches.call(_forget_cards)
+    # Those of a virtual machine are gone with it.
+    compiler.forget_cards()
+    patches.call(compiler.forget_cards)
     # Otherwise fake tensors of constants would be computed on the card.
     patches.set(FakeTensorMode, "avoid_device_init", property(lambda self: True))
-    patches.set(torch._inductor.scheduler, "has_triton", lambda: True)
+    patches.set(compiler.scheduler, "has_triton", lambda: True)
     patches.set(pad_mm, "has_triton", lambda: False)  # padding is decided by timing
-    patches.set(torch.utils._triton, "triton_hash_with_backend", lambda: "virtual")
+    patches.set(compiler.triton_facts, "triton_hash_with_backend", lambda: "virtual")
     patches.set(async_compile.AsyncCompile, "wakeup", classmethod(lambda cls: None))
     patches.set(select_algorithm, "PyCodeCache", SimpleNamespace(load=_unloaded))
     _patch_folding(patches)
     _patch_compile(mode, outside, patches)
     pools = GraphPools(mode)
-    patches.set(torch._inductor.compile_fx, "cudagraphify", pools.wrap)
-    patches.set(torch._inductor.output_code, "maybe_handle_backward_generation", lambda *args: None)
+    patches.set(compiler.compile_fx, "cudagraphify", pools.wrap)
+    patches.set(compiler.output_code, "maybe_handle_backward_generation", lambda *args: None)
 
 
 def _unloaded(source: str, extra: str = "", **options: Any) -> SimpleNamespace:
     """Stands for the module of a kernel made from a template, which is never loaded."""
     del options
     return SimpleNamespace(__file__="<kernel>", key=extra, source=source)
-
-
-def _forget_cards() -> None:
-    """Forget what Inductor remembers of cards: those of a virtual machine are gone with it."""
-    device_interface.caching_worker_device_properties.clear()
-    DeviceProperties.create.cache_clear()
-    CacheBase.get_system.cache_clear()  # names programs on the user's disk
-    CacheBase.get_local_cache_path.cache_clear()
-    for module in (torch._inductor.utils, pad_mm):
-        _clear(module)
-
-
-def _clear(module: ModuleType) -> None:
-    for value in list(vars(module).values()):
-        clear = getattr(value, "cache_clear", None)
-        if callable(clear) and getattr(value, "__module__", None) == module.__name__:
-            clear()
 
 
 def _patch_folding(patches: PatchStack) -> None:
@@ -210,8 +185,8 @@ def _on_host(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _patch_compile(mode: OpRunner, outside: Outside, patches: PatchStack) -> None:
-    compile_fx = torch._inductor.compile_fx
-    whole, inner = compile_fx.compile_fx, compile_fx._compile_fx_inner
+    compile_fx = compiler.compile_fx
+    whole, inner = compile_fx.compile_fx, compiler.compile_graph_inner.get()
     player = GraphPlayer(mode)
 
     def compile_whole(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -240,7 +215,7 @@ def _patch_compile(mode: OpRunner, outside: Outside, patches: PatchStack) -> Non
         return SimpleNamespace(call=compiled.call, runner=compiled.runner, __file__=compiled.filename)
 
     patches.set(compile_fx, "compile_fx", compile_whole)
-    patches.set(compile_fx, "_compile_fx_inner", compile_inner)
+    compiler.compile_graph_inner.replace(patches, compile_inner)
     patches.set(compile_fx, "fx_codegen_and_compile", compile_graph)
     patches.set(graph.GraphLowering, "compile_to_module", to_module)
 

@@ -13,19 +13,20 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from vramfit.patching import PatchStack
+from vramfit.torch_internals import dispatch
+from vramfit.torch_internals.autograd_engine import engine_runs
+from vramfit.torch_internals.dispatch import disable_current_modes
 
 # What `vramfit.virtual.torch_patches` replaces and a compiler may meet in a program.
 _PATCHED: tuple[tuple[Any, str], ...] = (
     (nn.Module, "__call__"),
     (nn.functional, "one_hot"),
-    (torch._C._nn, "one_hot"),
+    (dispatch.nn_functions, "one_hot"),
     (torch, "ctc_loss"),
     (torch.Tensor, "as_subclass"),
-    (torch.autograd.graph, "_engine_run_backward"),
-    (torch.autograd, "_engine_run_backward"),
+    *((place.holder, place.name) for place in engine_runs),
 )
 
 
@@ -50,7 +51,7 @@ class Outside:
             return
         self._depth.value += 1
         try:
-            with PatchStack() as patches, _disable_current_modes():
+            with PatchStack() as patches, disable_current_modes():
                 for holder, name, value in (*self._originals, *more):
                     patches.set(holder, name, value)
                 yield

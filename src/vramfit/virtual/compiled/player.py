@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from vramfit.capture.attribution import ProgramPhase
 from vramfit.capture.ops import tensors_in
+from vramfit.torch_internals.fake_tensors import FakeTensor
 from vramfit.trace import Category, Frame
 from vramfit.virtual import roofline
 from vramfit.virtual.op_runner import OpRunner

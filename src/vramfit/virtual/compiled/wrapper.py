@@ -18,11 +18,12 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from vramfit.torch_internals import compiler
 from vramfit.trace import Frame
 from vramfit.virtual.compiled.player import GraphPlayer, Step
 
 if TYPE_CHECKING:
-    from torch._inductor.graph import GraphLowering
+    from vramfit.torch_internals.compiler import GraphLowering
 
 # Below our own package, so that stacks leave its frames out.
 _FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "graphs")
@@ -163,7 +164,7 @@ class _BufferOrigins:
 def _import_kept(statement: ast.Import | ast.ImportFrom, given: set[str]) -> Iterator[ast.stmt]:
     """Imports without Triton, its helpers, and what the player provides."""
     module = statement.module or "" if isinstance(statement, ast.ImportFrom) else ""
-    if module.startswith(("triton", "torch._inductor.runtime", "torch._inductor.async_compile")):
+    if module.startswith(("triton", *compiler.KERNEL_HELPERS)):
         return
     names = [
         alias

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from vramfit.torch_internals.dispatch import OpOverload
 from vramfit.virtual.op_call import OpCall
 
 _aten = torch.ops.aten
@@ -475,10 +476,10 @@ _TABLE: dict[tuple[str, ...], tuple[int, Rule | Expectation]] = {
     ("full", "full_like"): (0, _full),
     ("fill_.Scalar",): (0, _filled),
 }
-_RULES: dict[torch._ops.OpOverload, tuple[int, Rule | Expectation]] = {}
+_RULES: dict[OpOverload, tuple[int, Rule | Expectation]] = {}
 for _names, _entry in _TABLE.items():
     for _name in _names:
         _packet, _, _overload = _name.partition(".")
         _op = getattr(getattr(_aten, _packet, None), _overload or "default", None)
-        if isinstance(_op, torch._ops.OpOverload):
+        if isinstance(_op, OpOverload):
             _RULES[_op] = _entry

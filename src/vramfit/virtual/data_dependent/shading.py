@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from vramfit.capture.ops import tensors_in
+from vramfit.torch_internals.fake_tensors import FakeTensor
 from vramfit.virtual.data_dependent.assume import Extent
 from vramfit.virtual.data_dependent.expectations import Expectation
 from vramfit.virtual.data_dependent.plausible_values import COUNTING, counts, guess_value, ranks

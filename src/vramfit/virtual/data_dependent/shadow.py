@@ -17,9 +17,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
 from vramfit.capture.ops import OpInfo
+from vramfit.torch_internals.pytree import tree_map
 from vramfit.virtual.data_dependent.expectations import WATCHED
 
 MAX_ELEMENTS = 4096

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
+from vramfit.torch_internals import dispatch
+from vramfit.torch_internals.dispatch import DispatchKey
 from vramfit.virtual.fake_impls.registry import RULES, find_overload
 from vramfit.virtual.op_call import OpCall
 from vramfit.virtual.op_runner import Handler, OpRunner
@@ -52,13 +52,13 @@ def _taken_apart(key: Any) -> Handler:
 
 
 def _register() -> None:
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    has_kernel = dispatch.has_kernel
     for name in _OPS:
         func = find_overload(f"aten.{name}")
         # A kernel that is not there must not be asked for: the dispatcher would jump into nothing.
         keys = [] if func is None else [key for key in _KEYS if has_kernel(func.name(), key)]
         if keys:
-            RULES.setdefault(func, _taken_apart(getattr(torch._C.DispatchKey, keys[0])))
+            RULES.setdefault(func, _taken_apart(getattr(DispatchKey, keys[0])))
 
 
 _register()

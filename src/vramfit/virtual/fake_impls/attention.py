@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from vramfit.torch_internals.kernel_choice import addmm_activation, softmax
 from vramfit.virtual.fake_impls.registry import rule
 from vramfit.virtual.kernels import SdpaBackend, choose_backend, sdpa
 from vramfit.virtual.op_call import OpCall
@@ -133,9 +134,7 @@ def _feed_forward(x: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
     """``linear_for_ffn`` twice, the activation of the first in its epilogue."""
     shape = x.shape
     flat = x.view(-1, shape[-1])
-    wide = torch._addmm_activation(
-        given["ffn_bias_1"], flat, given["ffn_weight_1"].t(), use_gelu=given["use_gelu"]
-    )
+    wide = addmm_activation(given["ffn_bias_1"], flat, given["ffn_weight_1"].t(), use_gelu=given["use_gelu"])
     return torch.addmm(given["ffn_bias_2"], wide, given["ffn_weight_2"].t()).view(*shape[:-1], -1)
 
 
@@ -201,9 +200,9 @@ def _masked_softmax(scores: torch.Tensor, mask: torch.Tensor, mask_type: int | N
     if dense and row <= _SHORT_ROW and row * scores.element_size() <= 4 * _SHORT_ROW:
         return weights
     filled = scores.clone()
-    weights = torch._softmax(filled, -1, False)
+    again: torch.Tensor = softmax(filled, -1, False)
     del filled
-    return weights
+    return again
 
 
 def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:

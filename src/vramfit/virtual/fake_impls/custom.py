@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._library.fake_impl import FakeImplCtx, set_ctx_getter
-from torch._subclasses.fake_tensor import FakeTensor
 
 from vramfit.capture.attribution import ProgramPhase
 from vramfit.capture.ops import tensors_in
+from vramfit.torch_internals.custom_ops import FakeImplCtx, set_fake_context_getter
+from vramfit.torch_internals.dispatch import DispatchKey, OpOverload, has_kernel
+from vramfit.torch_internals.fake_tensors import FakeTensor
 from vramfit.trace import Category
 from vramfit.virtual import roofline
 from vramfit.virtual.data_dependent.assume import Assume, Extent
@@ -69,7 +70,7 @@ def _true_result(mode: OpRunner, call: OpCall) -> Any:
 
 
 def _describe(mode: OpRunner, call: OpCall, sizes: _Sizes) -> Any:
-    with set_ctx_getter(lambda: sizes), mode.fake:
+    with set_fake_context_getter(lambda: sizes), mode.fake:
         return fake_implementation(call.func)(*call.args, **call.kwargs)
 
 
@@ -84,7 +85,7 @@ class _Asked:
 class _Sizes(FakeImplCtx):
     """The context of a fake implementation: gives assumed sizes, and reports afterwards what they were."""
 
-    def __init__(self, mode: OpRunner, func: torch._ops.OpOverload, bound: int, *, binding: bool) -> None:
+    def __init__(self, mode: OpRunner, func: OpOverload, bound: int, *, binding: bool) -> None:
         super().__init__(mode.fake, func)  # type: ignore[no-untyped-call]
         self._mode, self._name = mode, func.name()
         self.bound = bound
@@ -175,7 +176,7 @@ def nms(mode: OpRunner, call: OpCall) -> Any:
 # -- bitsandbytes ----------------------------------------------------------------------------------------------------
 
 _QUANTISING = {"quantize_4bit", "quantize_blockwise", "int8_vectorwise_quant"}
-_KEYS = (torch._C.DispatchKey.CUDA, torch._C.DispatchKey.CompositeExplicitAutograd)
+_KEYS = (DispatchKey.CUDA, DispatchKey.CompositeExplicitAutograd)
 
 
 def bitsandbytes_on_card(mode: OpRunner, call: OpCall) -> Any:
@@ -184,9 +185,7 @@ def bitsandbytes_on_card(mode: OpRunner, call: OpCall) -> Any:
     See NOTE [bitsandbytes] in torch_patches/libraries.py.
     """
     card = next((t.device.index or 0 for t in call.tensors() if t.device.type == "cuda"), None)
-    key = next(
-        (k for k in _KEYS if torch._C._dispatch_has_kernel_for_dispatch_key(call.func.name(), k)), None
-    )
+    key = next((k for k in _KEYS if has_kernel(call.func.name(), k)), None)
     if card is None or key is None:
         return mode.run(call)
     with mode:

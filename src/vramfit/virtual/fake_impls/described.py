@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
+from vramfit.torch_internals.fake_tensors import FakeTensor
 from vramfit.virtual.describe import is_compressed_product
 from vramfit.virtual.fake_impls.registry import RULES, find_overload, finish, rule
 from vramfit.virtual.fake_impls.sparse import multiply_compressed

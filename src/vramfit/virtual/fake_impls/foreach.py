@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
+from vramfit.torch_internals.dispatch import all_op_names
+from vramfit.torch_internals.fake_tensors import FakeTensor
 from vramfit.virtual.fake_impls.registry import RULES, find_overload, rule
 from vramfit.virtual.op_call import OpCall
 from vramfit.virtual.op_runner import OpRunner
@@ -45,7 +46,7 @@ def like_first(mode: OpRunner, call: OpCall) -> Any:
 
 def _register() -> None:
     # torch.ops.aten lists only the ops that were used before; the dispatcher knows them all.
-    for full_name in torch._C._dispatch_get_all_op_names():
+    for full_name in all_op_names():
         namespace, _, name = full_name.partition("::")
         if namespace != "aten" or not name.startswith(("_foreach_", "_fused_")):
             continue

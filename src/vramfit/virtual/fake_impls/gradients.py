@@ -13,8 +13,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
+from vramfit.torch_internals.autograd_engine import current_autograd_node, current_graph_task_id
+from vramfit.torch_internals.fake_tensors import FakeTensor
 from vramfit.virtual.fake_impls import shapes
 from vramfit.virtual.fake_impls.registry import RULES, find_overload
 from vramfit.virtual.op_call import OpCall
@@ -46,10 +47,10 @@ def _in_place(plain: Any, written: Any, nodes: tuple[str, ...]) -> Handler:
         """Run the in-place op where the node at work does so on a card. See the NOTE above."""
         args = call.args
         if (
-            torch._C._current_graph_task_id() != -1
+            current_graph_task_id() != -1
             and not torch.is_grad_enabled()
             and type(args[0]) is FakeTensor
-            and (node := torch._C._current_autograd_node()) is not None
+            and (node := current_autograd_node()) is not None
             and node.name().rstrip("0123456789") in names
             and _made_in_this_pass(mode, args[0])
         ):

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from vramfit.capture.storages import SHARED_OUT
+from vramfit.torch_internals.fake_tensors import FakeTensor
 from vramfit.trace import Category
 from vramfit.virtual import roofline
 from vramfit.virtual.data_dependent.guesses import GUESSED

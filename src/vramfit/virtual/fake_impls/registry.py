@@ -7,13 +7,14 @@ from typing import Any, TypeVar
 
 import torch
 
+from vramfit.torch_internals.dispatch import OpOverload
 from vramfit.virtual.data_dependent.assume import Extent
 from vramfit.virtual.op_call import OpCall
 from vramfit.virtual.op_runner import Handler, OpRunner
 
 AnyHandler = TypeVar("AnyHandler", bound=Handler)
 
-RULES: dict[torch._ops.OpOverload, Handler] = {}
+RULES: dict[OpOverload, Handler] = {}
 LATE: dict[str, Handler] = {}
 """Handlers by full name (``torchvision.nms.default``) of ops that exist only once the module that defines them is
 imported, or for all ops of a library (``bitsandbytes.*``)."""

@@ -17,8 +17,8 @@ from math import prod
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
+from vramfit.torch_internals.fake_tensors import FakeTensor
 from vramfit.virtual.data_dependent.assume import Assume, Extent
 from vramfit.virtual.data_dependent.expectations import Expectation
 from vramfit.virtual.data_dependent.plausible_values import evenly

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from vramfit.capture.ops import tensors_in
+from vramfit.torch_internals.fake_tensors import FakeTensor
 from vramfit.virtual.describe import COMPRESSED, MATRIX_AT, is_compressed_product
 from vramfit.virtual.fake_impls.registry import rule
 from vramfit.virtual.op_call import OpCall

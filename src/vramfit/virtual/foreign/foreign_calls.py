@@ -15,11 +15,11 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch._library.custom_ops import OPDEFS
-from torch._library.triton import triton_ops_to_kernels
-from torch._subclasses.fake_tensor import FakeTensor
 
 from vramfit.patching import PatchStack, change_after
+from vramfit.torch_internals.custom_ops import OPDEFS, triton_ops_to_kernels
+from vramfit.torch_internals.dispatch import OpOverload
+from vramfit.torch_internals.fake_tensors import FakeTensor
 from vramfit.virtual.describe import OF_TORCH
 from vramfit.virtual.foreign.fake_kernels import KERNELS, LISTENERS, FakeKernel
 from vramfit.virtual.op_call import OpCall
@@ -69,7 +69,7 @@ def virtual_tensors(tree: Any) -> list[torch.Tensor]:
 # -- operators --------------------------------------------------------------------------------------------------
 
 
-def handler_of(func: torch._ops.OpOverload) -> Handler | None:
+def handler_of(func: OpOverload) -> Handler | None:
     """How a program's operator runs; None where its fake implementation says all that can be known.
 
     A stand-in of the user comes first. Then the operator's own Python: it runs on a card too, and shows what it

@@ -24,9 +24,9 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from vramfit.patching import PatchStack, after_import
+from vramfit.torch_internals.fake_tensors import FakeTensor
 from vramfit.virtual.foreign.foreign_calls import note_launch, virtual_tensors
 from vramfit.virtual.op_runner import OpRunner
 

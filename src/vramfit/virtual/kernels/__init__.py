@@ -21,8 +21,7 @@ from __future__ import annotations
 import pkgutil
 from importlib import import_module
 
-import torch
-
+from vramfit.torch_internals.dispatch import OpOverload
 from vramfit.virtual.kernels.matmul import Blas as Blas
 from vramfit.virtual.kernels.matmul import blas_libraries as blas_libraries
 from vramfit.virtual.kernels.matmul import cublas_workspace_bytes as cublas_workspace_bytes
@@ -39,7 +38,7 @@ from vramfit.virtual.op_call import Extras as Extras
 from vramfit.virtual.op_call import KernelContext as KernelContext
 from vramfit.virtual.op_call import OpCall
 
-_RULES: dict[torch._ops.OpOverload, Rule] = {}
+_RULES: dict[OpOverload, Rule] = {}
 for _found in pkgutil.iter_modules(__path__):
     _RULES |= getattr(import_module(f"{__name__}.{_found.name}"), "RULES", {})
 
@@ -56,7 +55,7 @@ def extras(call: OpCall) -> Extras | None:
     return rule(call) if rule is not None else None
 
 
-def has_rule(func: torch._ops.OpOverload) -> bool:
+def has_rule(func: OpOverload) -> bool:
     """Whether an op has a rule."""
     return func in _RULES
 

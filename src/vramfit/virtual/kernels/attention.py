@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 
+from vramfit.torch_internals.dispatch import OpOverload
 from vramfit.virtual.kernels.cudnn_attention import cudnn_backward, cudnn_forward
 from vramfit.virtual.kernels.rules import Rule, ceil_div, nbytes, round_up, table
 from vramfit.virtual.op_call import Extras, KernelContext, OpCall
@@ -319,7 +320,7 @@ def _safe_softmax(call: OpCall) -> Extras | None:
     return _extras([nbytes(call.out), element, source.numel(), rows, element], [])
 
 
-RULES: dict[torch._ops.OpOverload, Rule] = table(
+RULES: dict[OpOverload, Rule] = table(
     {
         "_scaled_dot_product_flash_attention": _sdp_flash_forward,
         "_flash_attention_forward": _plain_flash_forward,

@@ -23,8 +23,9 @@ from enum import Enum, auto
 from typing import Any
 
 import torch
-from torch._prims_common import suggest_memory_format
 
+from vramfit.torch_internals.dispatch import OpOverload
+from vramfit.torch_internals.fake_tensors import suggest_memory_format
 from vramfit.virtual.kernels.conv_asked import alignment_of, asked_workspace
 from vramfit.virtual.kernels.conv_workspace import Pass, Shapes, WorkspaceEstimate, estimate, searched
 from vramfit.virtual.kernels.reduction import reduce_extras
@@ -122,7 +123,7 @@ def conv_layout(source: torch.Tensor, weight: torch.Tensor) -> torch.memory_form
     for tensor in (source, weight):
         if tensor.is_contiguous():
             continue
-        found = suggest_memory_format(tensor)
+        found: torch.memory_format = suggest_memory_format(tensor)
         if found is not torch.contiguous_format:
             return found
     return torch.contiguous_format
@@ -359,7 +360,7 @@ def backward_multiplies_columns(call: OpCall) -> bool:
 
 
 _BY_COLUMNS = (ConvBackend.COLUMNS, ConvBackend.COLUMNS_TRANSPOSED)
-RULES: dict[torch._ops.OpOverload, Rule] = table(
+RULES: dict[OpOverload, Rule] = table(
     {
         ("convolution", "_convolution"): _forward_rule,
         "convolution_backward": _backward,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+from vramfit.torch_internals.dispatch import OpOverload
 from vramfit.virtual.kernels.rules import Rule, table, workspace
 from vramfit.virtual.op_call import Extras, OpCall
 
@@ -58,4 +59,4 @@ def _to_copy(call: OpCall) -> Extras | None:
     return workspace(*copy_temporaries(call.args[0], call.out, bool(call.kwargs.get("non_blocking", False))))
 
 
-RULES: dict[torch._ops.OpOverload, Rule] = table({"copy_": _copy, "_to_copy": _to_copy})
+RULES: dict[OpOverload, Rule] = table({"copy_": _copy, "_to_copy": _to_copy})

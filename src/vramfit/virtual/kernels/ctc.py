@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from vramfit.torch_internals.dispatch import OpOverload
 from vramfit.virtual.kernels.rules import Rule, Scratch, after_outputs, around_outputs, nbytes, table
 from vramfit.virtual.op_call import OpCall
 
@@ -49,7 +50,7 @@ def _cudnn(call: OpCall, scratch: Scratch) -> None:
     scratch.doubt((2 * states + 4096, 2 * states))
 
 
-RULES: dict[torch._ops.OpOverload, Rule] = table(
+RULES: dict[OpOverload, Rule] = table(
     {
         ("_ctc_loss", "_ctc_loss.Tensor"): _forward,
         ("_ctc_loss_backward", "_ctc_loss_backward.Tensor"): _backward,

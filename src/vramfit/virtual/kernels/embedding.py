@@ -7,8 +7,7 @@ at once what has few long segments since 2.11.
 
 from __future__ import annotations
 
-import torch
-
+from vramfit.torch_internals.dispatch import OpOverload
 from vramfit.virtual.kernels.cub import scan_bytes, scan_error, select_bytes, sort_bytes, sort_error
 from vramfit.virtual.kernels.rules import (
     Rule,
@@ -131,7 +130,7 @@ def _bag_backward(call: OpCall, before: Scratch, after: Scratch) -> None:
         _segments(after, count, index, grad.shape[-1], weights, grad.element_size(), call.context, bags=True)
 
 
-RULES: dict[torch._ops.OpOverload, Rule] = table(
+RULES: dict[OpOverload, Rule] = table(
     {
         "embedding_dense_backward": _dense_backward,
         "embedding_renorm_": _renorm,

@@ -12,6 +12,7 @@ from itertools import pairwise
 
 import torch
 
+from vramfit.torch_internals.dispatch import OpOverload
 from vramfit.virtual.kernels.rules import Rule, Scratch, after_outputs, nbytes, table
 from vramfit.virtual.op_call import OpCall
 
@@ -93,7 +94,7 @@ def _to_real(call: OpCall, scratch: Scratch) -> None:
     _execute(scratch, dense, executed, lengths, nbytes(source))
 
 
-RULES: dict[torch._ops.OpOverload, Rule] = table(
+RULES: dict[OpOverload, Rule] = table(
     {
         "_fft_c2c": _plain,
         "_fft_r2c": _from_real,

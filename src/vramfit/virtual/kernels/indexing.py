@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 
+from vramfit.torch_internals.dispatch import OpOverload
 from vramfit.virtual.kernels.cub import scan_bytes, scan_error, sort_bytes, sort_error
 from vramfit.virtual.kernels.reduction import reduce_extras
 from vramfit.virtual.kernels.rules import (
@@ -244,7 +245,7 @@ def _index_reduce(call: OpCall, scratch: Scratch) -> None:
     scratch.use(call.out.numel())  # where nothing fell
 
 
-RULES: dict[torch._ops.OpOverload, Rule] = table(
+RULES: dict[OpOverload, Rule] = table(
     {
         ("index_put_", "index_put", "_unsafe_index_put"): _index_put,
         "_index_put_impl_": _index_put_impl,

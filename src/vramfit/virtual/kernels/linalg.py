@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import torch
 
+from vramfit.torch_internals.dispatch import OpOverload
 from vramfit.virtual.kernels.rules import Rule, Scratch, after_outputs, before_outputs, nbytes, table
 from vramfit.virtual.op_call import OpCall
 
@@ -205,7 +206,7 @@ def _exponential(call: OpCall, scratch: Scratch) -> None:
     scratch.doubt((3 * size, 6 * size))
 
 
-RULES: dict[torch._ops.OpOverload, Rule] = table(
+RULES: dict[OpOverload, Rule] = table(
     {
         ("linalg_cholesky_ex", "cholesky", "cholesky_inverse"): _cholesky,
         ("linalg_lu_factor_ex", "linalg_lu_factor"): _lu,

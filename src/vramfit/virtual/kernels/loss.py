@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from vramfit.torch_internals.dispatch import OpOverload
 from vramfit.virtual.kernels.reduction import reduce_dense
 from vramfit.virtual.kernels.rules import Rule, dense_copy, nbytes, table, temporaries, workspace
 from vramfit.virtual.op_call import Extras, KernelContext, OpCall
@@ -89,7 +90,7 @@ def _multilabel(call: OpCall) -> Extras | None:
     return Extras(tuple(s for s in (dense_copy(source),) if s), (source.shape[0] * source.element_size(),))
 
 
-RULES: dict[torch._ops.OpOverload, Rule] = table(
+RULES: dict[OpOverload, Rule] = table(
     {
         ("_softmax", "_log_softmax"): _softmax,
         "_softmax_backward_data": _softmax_backward,

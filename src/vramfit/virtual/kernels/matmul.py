@@ -31,8 +31,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from vramfit.torch_internals.dispatch import OpOverload
+from vramfit.torch_internals.fake_tensors import FakeTensor, FakeTensorMode
 from vramfit.virtual.kernels import convolution
 from vramfit.virtual.kernels.rules import Rule, nbytes, overloads, round_up, table, temporaries
 from vramfit.virtual.op_call import Extras, KernelContext, OpCall
@@ -186,7 +187,7 @@ def _when(multiplies: Callable[[OpCall], bool]) -> _Library:
     return library
 
 
-_LIBRARY: dict[torch._ops.OpOverload, _Library] = {
+_LIBRARY: dict[OpOverload, _Library] = {
     **dict.fromkeys(overloads("convolution", "_convolution"), _when(convolution.multiplies_columns)),
     **dict.fromkeys(overloads("convolution_backward"), _when(convolution.backward_multiplies_columns)),
     **dict.fromkeys(overloads("mm", "mm.out", "mm.dtype", "bmm", "bmm.out", "bmm.dtype"), _product(0, 1)),
@@ -222,7 +223,7 @@ def blas_libraries(call: OpCall) -> tuple[Blas, ...]:
     return (Blas.CUBLASLT,)
 
 
-def may_use_blas(func: torch._ops.OpOverload) -> bool:
+def may_use_blas(func: OpOverload) -> bool:
     """Whether `blas_libraries` asks anything to answer for an op."""
     return func in _LIBRARY
 
@@ -325,7 +326,7 @@ def _grouped_mm(call: OpCall) -> Extras | None:
     return temporaries(pointers + shapes + strides, 3 * maps, error_bytes=maps, error_below_bytes=maps)
 
 
-RULES: dict[torch._ops.OpOverload, Rule] = table(
+RULES: dict[OpOverload, Rule] = table(
     {
         ("mm", "mm.out", "mm.dtype", "bmm", "bmm.out", "bmm.dtype"): _copies(0, 1),
         ("addmm", "addmm_", "addmm.out", "addmm.dtype", "_addmm_activation"): _copies(1, 2),

@@ -14,6 +14,9 @@ from typing import Any, NamedTuple
 import torch
 
 from vramfit.gpus.measured_profile import MeasuredCall, MeasuredProfile
+from vramfit.torch_internals.cuda_device import preferred_blas_backend
+from vramfit.torch_internals.dispatch import OpOverload
+from vramfit.torch_internals.kernel_choice import BlasBackend, fp32_precision
 from vramfit.virtual.op_call import Extras, KernelContext, OpCall
 
 _LONGEST = 400
@@ -61,10 +64,10 @@ class Switches(NamedTuple):
             cudnn_enabled=bool(cudnn.enabled),
             cudnn_benchmark=bool(cudnn.benchmark),
             cudnn_deterministic=bool(cudnn.deterministic or always),
-            cudnn_tf32=torch._C._get_fp32_precision_getter("cuda", "conv") == "tf32",
+            cudnn_tf32=fp32_precision("cuda", "conv") == "tf32",
             deterministic=always and not torch.is_deterministic_algorithms_warn_only_enabled(),
-            matmul_tf32=torch._C._get_fp32_precision_getter("cuda", "matmul") == "tf32",
-            prefers_cublaslt=torch._C._get_blas_preferred_backend() == torch._C._BlasBackend.Cublaslt,
+            matmul_tf32=fp32_precision("cuda", "matmul") == "tf32",
+            prefers_cublaslt=preferred_blas_backend() == BlasBackend.Cublaslt,
         )
 
     def text(self, name: str) -> str:
@@ -83,9 +86,7 @@ class Switches(NamedTuple):
         return " ".join(word for word in words if word)
 
 
-def signature(
-    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], switches: Switches
-) -> str:
+def signature(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], switches: Switches) -> str:
     """What decides the temporaries of a call: shapes, types and layouts, numbers, and switches.
 
     Real and fake tensors give the same text. A float is named only if it is 0 or 1, and a tensor's device only if that
@@ -106,7 +107,7 @@ def signature(
 
 
 @cache
-def _facts(func: torch._ops.OpOverload) -> tuple[tuple[str, ...], bool]:
+def _facts(func: OpOverload) -> tuple[tuple[str, ...], bool]:
     """Names of an op's arguments, and whether it is one of cuDNN, which keeps raw bytes."""
     return tuple(argument.name for argument in func._schema.arguments), "cudnn" in str(func)
 
@@ -151,7 +152,7 @@ def _layout(tensor: torch.Tensor) -> str:
     return f"s{','.join(str(int(step)) for step in tensor.stride())}"
 
 
-def library_of(func: torch._ops.OpOverload) -> str | None:
+def library_of(func: OpOverload) -> str | None:
     """The library whose first use makes the context grow; cuBLAS is recognised by its workspace instead."""
     name = func._schema.name.removeprefix("aten::")
     if "convolution" in name or "cudnn" in name:
@@ -173,12 +174,12 @@ class MeasuredTable:
     def __init__(self, profile: MeasuredProfile) -> None:
         self.profile = profile
         self.used = 0
-        self._calls: dict[torch._ops.OpOverload, Mapping[str, MeasuredCall]] = {}
+        self._calls: dict[OpOverload, Mapping[str, MeasuredCall]] = {}
         for name, calls in profile.ops.items():
             func = _overload(name)
             if func is not None:
                 self._calls[func] = calls
-        self._libraries: dict[torch._ops.OpOverload, str | None] = {}
+        self._libraries: dict[OpOverload, str | None] = {}
         self._switches: tuple[KernelContext, Switches] | None = None
 
     def extras(self, call: OpCall) -> Extras | None:
@@ -193,11 +194,11 @@ class MeasuredTable:
             found = measured.first
         return Extras(before=found.before, between=found.between, after=found.after)
 
-    def knows(self, func: torch._ops.OpOverload) -> bool:
+    def knows(self, func: OpOverload) -> bool:
         """Whether any call of an op was measured."""
         return func in self._calls
 
-    def library(self, func: torch._ops.OpOverload) -> str | None:
+    def library(self, func: OpOverload) -> str | None:
         """As `library_of`."""
         if func not in self._libraries:
             self._libraries[func] = library_of(func)
@@ -220,9 +221,9 @@ class MeasuredTable:
         return calls.get(key), key
 
 
-def _overload(name: str) -> torch._ops.OpOverload | None:
+def _overload(name: str) -> OpOverload | None:
     """The overload of that full name (``aten.mm.default``), None where this torch lacks it."""
     namespace, _, rest = name.partition(".")
     packet, _, overload = rest.partition(".")
     found = getattr(getattr(getattr(torch.ops, namespace, None), packet, None), overload, None)
-    return found if isinstance(found, torch._ops.OpOverload) else None
+    return found if isinstance(found, OpOverload) else None

@@ -11,8 +11,9 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from vramfit.torch_internals.dispatch import OpOverload
+from vramfit.torch_internals.fake_tensors import FakeTensor, FakeTensorMode
 from vramfit.virtual import describe
 from vramfit.virtual.kernels import matmul, rnn
 from vramfit.virtual.kernels.rules import overloads
@@ -26,7 +27,7 @@ def _fake(
     return FakeTensor(mode, torch.empty(shape, dtype=dtype, device="meta"), device)
 
 
-def _results(mode: FakeTensorMode, func: torch._ops.OpOverload, args: Any, kwargs: Any) -> list[Any]:
+def _results(mode: FakeTensorMode, func: OpOverload, args: Any, kwargs: Any) -> list[Any]:
     found = (
         describe.described(func, args, kwargs, describe.fakes_in(args, kwargs), mode)
         if _is_plain(func)
@@ -40,11 +41,11 @@ def _results(mode: FakeTensorMode, func: torch._ops.OpOverload, args: Any, kwarg
 
 
 @cache
-def _is_plain(func: torch._ops.OpOverload) -> bool:
+def _is_plain(func: OpOverload) -> bool:
     return describe.is_plain(func)
 
 
-def _efficient_attention(func: torch._ops.OpOverload, seed_at: int) -> Meta:
+def _efficient_attention(func: OpOverload, seed_at: int) -> Meta:
     """Memory-efficient attention keeps its RNG seed and offset on the host.
 
     transformers/cuda/attention.cu, ``_efficient_attention_forward``: two CPU scalars outside graph capture.
@@ -60,7 +61,7 @@ def _efficient_attention(func: torch._ops.OpOverload, seed_at: int) -> Meta:
     return meta
 
 
-def _cudnn_attention(func: torch._ops.OpOverload) -> Meta:
+def _cudnn_attention(func: OpOverload) -> Meta:
     """cuDNN attention makes no logsumexp unless the call wants one (native/cudnn/MHA.cpp, ``run_cudnn_SDP_fprop``)."""
 
     def meta(mode: FakeTensorMode, *args: Any, **kwargs: Any) -> Any:
@@ -73,7 +74,7 @@ def _cudnn_attention(func: torch._ops.OpOverload) -> Meta:
     return meta
 
 
-def _reduced_in_place(func: torch._ops.OpOverload, reduction_at: int) -> Meta:
+def _reduced_in_place(func: OpOverload, reduction_at: int) -> Meta:
     """A loss whose scalar result keeps the storage of the unreduced loss.
 
     native/Loss.cpp, ``TORCH_META_FUNC(mse_loss)`` and ``smooth_l1_loss``, ``soft_margin_loss_out``: the
@@ -93,7 +94,7 @@ def _reduced_in_place(func: torch._ops.OpOverload, reduction_at: int) -> Meta:
     return meta
 
 
-def _recurrent(func: torch._ops.OpOverload) -> Meta:
+def _recurrent(func: OpOverload) -> Meta:
     """cuDNN's recurrent networks keep a reserve for backward, which torch describes as empty, and a buffer of
     weights where those do not share one (native/cudnn/RNN.cpp).
 
@@ -191,8 +192,8 @@ def _compressed(mode: FakeTensorMode, source: FakeTensor) -> FakeTensor:
     return _fake(mode, (rows, source.numel() * sixteenths // 16 // rows), source.dtype, source.fake_device)
 
 
-def _build() -> dict[torch._ops.OpOverload, Meta]:
-    metas: dict[torch._ops.OpOverload, Meta] = {}
+def _build() -> dict[OpOverload, Meta]:
+    metas: dict[OpOverload, Meta] = {}
     for func in overloads("_scaled_dot_product_efficient_attention", "_efficient_attention_forward"):
         metas[func] = _efficient_attention(func, 2)
     for func in overloads("_scaled_dot_product_cudnn_attention"):
@@ -216,4 +217,4 @@ def _build() -> dict[torch._ops.OpOverload, Meta]:
     return metas
 
 
-METAS: Mapping[torch._ops.OpOverload, Meta] = _build()
+METAS: Mapping[OpOverload, Meta] = _build()

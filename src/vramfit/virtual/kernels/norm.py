@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from vramfit.torch_internals.dispatch import OpOverload
 from vramfit.virtual.kernels.reduction import reduce_extras
 from vramfit.virtual.kernels.rules import Rule, ceil_div, dense_copy, table, temporaries, workspace
 from vramfit.virtual.op_call import Extras, KernelContext, OpCall
@@ -200,7 +201,7 @@ def _cudnn_batch_norm_error(call: OpCall) -> Extras | None:
     return Extras(error_bytes=source.shape[1] * 8 * 512)
 
 
-RULES: dict[torch._ops.OpOverload, Rule] = table(
+RULES: dict[OpOverload, Rule] = table(
     {
         "native_layer_norm": _layer_norm,
         "native_layer_norm_backward": _layer_norm_backward,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 
+from vramfit.torch_internals.dispatch import OpOverload
 from vramfit.virtual.kernels.rules import Rule, ceil_div, table, workspace
 from vramfit.virtual.op_call import Extras, OpCall
 
@@ -40,7 +41,7 @@ def _foreach_max(call: OpCall) -> Extras | None:
     return workspace(_chunks(tensors) * tensors[0].element_size())
 
 
-RULES: dict[torch._ops.OpOverload, Rule] = table(
+RULES: dict[OpOverload, Rule] = table(
     {
         ("_foreach_norm.Scalar", "_foreach_powsum.Scalar"): _foreach_norm,
         "_foreach_max": _foreach_max,

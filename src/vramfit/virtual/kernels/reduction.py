@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from vramfit.torch_internals.dispatch import OpOverload
 from vramfit.virtual.kernels.rules import (
     Rule,
     Scratch,
@@ -349,7 +350,7 @@ def _variance(call: OpCall) -> Extras | None:
     )
 
 
-RULES: dict[torch._ops.OpOverload, Rule] = table(
+RULES: dict[OpOverload, Rule] = table(
     {
         ("sum.dim_IntList", "mean.dim", "nansum", "sum.IntList_out", "mean.out"): _sum,
         ("sum", "mean"): _sum_all,

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from vramfit.torch_internals.dispatch import OpOverload
 from vramfit.virtual.kernels.rules import Rule, nbytes, table
 from vramfit.virtual.op_call import Extras, OpCall, argument
 
@@ -100,6 +101,4 @@ def _backward_workspace(call: OpCall) -> Extras | None:
     )
 
 
-RULES: dict[torch._ops.OpOverload, Rule] = table(
-    {"_cudnn_rnn": _workspace, "_cudnn_rnn_backward": _backward_workspace}
-)
+RULES: dict[OpOverload, Rule] = table({"_cudnn_rnn": _workspace, "_cudnn_rnn_backward": _backward_workspace})

@@ -9,23 +9,24 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from vramfit.torch_internals.dispatch import OpOverload
 from vramfit.virtual.op_call import Extras, OpCall
 
 Rule = Callable[[OpCall], Extras | None]
 
 
-def overloads(*names: str) -> list[torch._ops.OpOverload]:
+def overloads(*names: str) -> list[OpOverload]:
     """The aten overloads of these names (``"mm"`` or ``"mm.out"``) that this torch release has."""
     found = []
     for name in names:
         packet, _, overload = name.partition(".")
         op = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
-        if isinstance(op, torch._ops.OpOverload):
+        if isinstance(op, OpOverload):
             found.append(op)
     return found
 
 
-def table(rules: Mapping[tuple[str, ...] | str, Rule]) -> dict[torch._ops.OpOverload, Rule]:
+def table(rules: Mapping[tuple[str, ...] | str, Rule]) -> dict[OpOverload, Rule]:
     """Turn rules keyed by one or more op names into rules keyed by overload."""
     return {
         op: rule

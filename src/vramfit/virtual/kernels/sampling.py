@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 
-import torch
-
+from vramfit.torch_internals.dispatch import OpOverload
 from vramfit.virtual.kernels.cub import sort_bytes, sort_error
 from vramfit.virtual.kernels.reduction import reduce_extras
 from vramfit.virtual.kernels.rules import Rule, Scratch, after_outputs, nbytes, table
@@ -66,7 +65,7 @@ def _multinomial(call: OpCall, scratch: Scratch) -> None:
         topk(scratch, weights, samples, -1, True, values, call.context)
 
 
-RULES: dict[torch._ops.OpOverload, Rule] = table(
+RULES: dict[OpOverload, Rule] = table(
     {
         ("randperm", "randperm.generator"): _randperm,
         "multinomial": _multinomial,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+from vramfit.torch_internals.dispatch import OpOverload
 from vramfit.virtual.kernels.cub import scan_bytes, scan_error
 from vramfit.virtual.kernels.rules import Rule, Scratch, after_outputs, table
 from vramfit.virtual.op_call import KernelContext, OpCall
@@ -49,7 +50,7 @@ def _with_indices(call: OpCall, scratch: Scratch) -> None:
     scratch.copy(call.args[0])
 
 
-RULES: dict[torch._ops.OpOverload, Rule] = table(
+RULES: dict[OpOverload, Rule] = table(
     {
         ("cumsum", "cumprod", "logcumsumexp", "_logcumsumexp", "cumsum_", "cumprod_"): _scan,
         ("cummax", "cummin", "_cummax_helper", "_cummin_helper"): _with_indices,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from vramfit.torch_internals.dispatch import OpOverload
 from vramfit.virtual.kernels.cub import (
     encode_bytes,
     reduce_bytes,
@@ -226,7 +227,7 @@ def _isin(call: OpCall, scratch: Scratch) -> None:
     scratch.take(count)
 
 
-RULES: dict[torch._ops.OpOverload, Rule] = table(
+RULES: dict[OpOverload, Rule] = table(
     {
         "nonzero": _nonzero,
         "nonzero_static": _nonzero_static,

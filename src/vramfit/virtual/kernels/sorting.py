@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from vramfit.torch_internals.dispatch import OpOverload
 from vramfit.virtual.kernels.cub import segmented_sort_bytes, sort_bytes, sort_error
 from vramfit.virtual.kernels.rules import (
     Rule,
@@ -218,7 +219,7 @@ def _mode(call: OpCall, scratch: Scratch) -> None:
         scratch.doubt((storage + length * (element + _INDEX), storage))
 
 
-RULES: dict[torch._ops.OpOverload, Rule] = table(
+RULES: dict[OpOverload, Rule] = table(
     {
         "sort": _sort_rule,
         "sort.stable": _sort_stable_rule,

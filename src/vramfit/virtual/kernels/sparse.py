@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from vramfit.torch_internals.dispatch import OpOverload
 from vramfit.virtual.kernels.rules import Rule, Scratch, nbytes, sequence, table
 from vramfit.virtual.op_call import Extras, OpCall
 
@@ -54,4 +55,4 @@ def _suits_cusparse(dense: torch.Tensor) -> bool:
     return (across == 1 and down >= max(1, columns)) or (down == 1 and across >= max(1, rows))
 
 
-RULES: dict[torch._ops.OpOverload, Rule] = table({"_sparse_addmm": _product})
+RULES: dict[OpOverload, Rule] = table({"_sparse_addmm": _product})

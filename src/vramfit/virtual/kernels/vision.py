@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 
+from vramfit.torch_internals.dispatch import OpOverload
 from vramfit.virtual.kernels.rules import (
     Rule,
     Scratch,
@@ -99,7 +100,7 @@ def _pdist_backward(call: OpCall, scratch: Scratch) -> None:
     scratch.take((source.shape[0] - 1) * nbytes(source))
 
 
-RULES: dict[torch._ops.OpOverload, Rule] = table(
+RULES: dict[OpOverload, Rule] = table(
     {
         (
             *("upsample_nearest2d", "_upsample_nearest_exact2d"),

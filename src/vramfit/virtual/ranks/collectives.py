@@ -17,12 +17,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import ReduceOp
 
 from vramfit.capture.ops import tensors_in
 from vramfit.gpus.nccl.collective_times import NcclCollective
 from vramfit.gpus.nccl.communicator_log import COLLECTIVE_OF_OP
+from vramfit.torch_internals.cuda_device import initialize
+from vramfit.torch_internals.distributed import backend_of
+from vramfit.torch_internals.fake_tensors import FakeTensor
 from vramfit.trace import Category
 from vramfit.virtual.fake_impls.registry import find_overload
 from vramfit.virtual.op_call import OpCall
@@ -192,7 +194,7 @@ def _backend(call: OpCall, tensor: torch.Tensor) -> Any:
     Raises:
         RuntimeError: torch's own; the group has no such backend (a group of NCCL alone and CPU tensors).
     """
-    return group_in(call.args)._get_backend(torch.device(tensor.device.type))
+    return backend_of(group_in(call.args), torch.device(tensor.device.type))
 
 
 def _handler(
@@ -253,7 +255,7 @@ def _on_card(
     if card is None:
         return None
     if mode.machine.init_pid is None:
-        torch.cuda._lazy_init()
+        initialize()
     device = card.device.index or 0
     held = mode.meter.temporary(
         _blocks(name, rule, call), device, f"c10d.{name}", category=Category.COMMUNICATION_BUFFERS

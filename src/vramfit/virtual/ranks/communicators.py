@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import FakeProcessGroup
-from torch.distributed import DistBackendError, ProcessGroup, distributed_c10d
+from torch.distributed import DistBackendError, ProcessGroup
 
 from vramfit.gpus.nccl.collective_times import NcclCollective, collective_seconds
 from vramfit.gpus.nccl.communicator_log import CommunicatorLog
@@ -23,6 +22,7 @@ from vramfit.gpus.nccl.nccl_host_memory import process_host_memory
 from vramfit.gpus.nccl.nccl_memory import NcclMemory, process_memory
 from vramfit.gpus.nccl.nccl_settings import NcclSettings
 from vramfit.gpus.nccl.node_types import usual_node
+from vramfit.torch_internals.distributed import FakeProcessGroup, group_ranks
 from vramfit.virtual.op_runner import OpRunner
 from vramfit.virtual.ranks.rank_place import RankPlace
 from vramfit.virtual.ranks.works import Pending, PendingWork
@@ -153,7 +153,7 @@ class Communicators:
 
     def of(self, group: ProcessGroup) -> Communicator:
         """The communicator of a group."""
-        ranks = distributed_c10d._world.pg_group_ranks.get(group)
+        ranks = group_ranks().get(group)
         source, known = self._known.get(group.group_name, (None, None))
         if known is None or source is not ranks:  # names come again once all groups were destroyed
             members = tuple(ranks) if ranks else tuple(range(group.size()))

@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import _resolve_process_group
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import ProcessGroup, ReduceOp
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from vramfit.capture.ops import tensors_in
 from vramfit.gpus.nccl.collective_times import NcclCollective
+from vramfit.torch_internals.distributed import AsyncCollectiveTensor, backend_of, resolve_process_group
+from vramfit.torch_internals.fake_tensors import FakeTensor
 from vramfit.virtual.fake_impls.registry import find_overload
 from vramfit.virtual.noted import Noted
 from vramfit.virtual.op_call import OpCall
@@ -286,7 +285,7 @@ def _process_group(call: OpCall) -> ProcessGroup:
     given = call.by_name()["group_name"]
     if isinstance(given, torch.ScriptObject):
         return ProcessGroup.unbox(given)
-    resolve: Any = _resolve_process_group  # its argument has a type of its own only in newer torch
+    resolve: Any = resolve_process_group  # its argument has a type of its own only in newer torch
     found: ProcessGroup = resolve(given) if isinstance(given, str) else given
     return found
 
@@ -296,4 +295,4 @@ def _ours(call: OpCall) -> bool:
     if call.info.name in ("_c10d_functional.wait_tensor", "_c10d_functional._wrap_tensor_autograd"):
         return False
     device = call.tensors()[0].device.type
-    return is_handle(_process_group(call)._get_backend(torch.device(device)))
+    return is_handle(backend_of(_process_group(call), torch.device(device)))

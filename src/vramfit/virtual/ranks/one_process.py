@@ -23,10 +23,10 @@ from typing import Any
 
 import torch.distributed
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from vramfit.errors import UsageError
 from vramfit.patching import PatchStack
+from vramfit.torch_internals.fake_tensors import FakeTensor
 from vramfit.virtual.op_runner import OpRunner
 from vramfit.virtual.ranks.rank_place import ALONE, PORT, RankPlace
 

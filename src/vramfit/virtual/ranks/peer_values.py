@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import ReduceOp
 
+from vramfit.torch_internals.fake_tensors import FakeTensor
 from vramfit.virtual.data_dependent.expectations import NOTHING, WATCHED
 from vramfit.virtual.data_dependent.shadow import may_be_known, may_carry
 from vramfit.virtual.op_runner import OpRunner

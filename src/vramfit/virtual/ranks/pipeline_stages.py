@@ -12,18 +12,19 @@ from typing import Any
 
 import torch
 
-from vramfit.patching import PatchStack, after_import
+from vramfit.patching import PatchStack
+from vramfit.torch_internals import distributed
+from vramfit.torch_internals.names import change_after_import
 
 
 def install(patches: PatchStack) -> None:
     """Let the votes of all stages be this one's."""
 
-    def own_vote(module: ModuleType) -> None:
-        names = vars(module)
-        stage, mode = names.get("PipelineStage"), names.get("InferenceMode")
-        if stage is None or mode is None or not hasattr(stage, "_warmup_forward_vote"):
+    def own_vote(module: ModuleType, patches: PatchStack) -> None:
+        mode = vars(module).get("InferenceMode")
+        if mode is None or not distributed.stage_forward_vote.exists:
             return  # older torch asks without a vote
-        forward, backward = stage._warmup_forward_vote, stage._warmup_backward_result
+        forward, backward = distributed.stage_forward_vote.get(), distributed.stage_backward_result.get()
 
         def forward_vote(self: Any, has_backward: bool, received_acc: Any = None) -> torch.Tensor:
             forward(self, has_backward, received_acc)
@@ -34,10 +35,10 @@ def install(patches: PatchStack) -> None:
             backward(self, received_result)
             return _vote(self)
 
-        patches.set(stage, "_warmup_forward_vote", forward_vote)
-        patches.set(stage, "_warmup_backward_result", backward_result)
+        distributed.stage_forward_vote.replace(patches, forward_vote)
+        distributed.stage_backward_result.replace(patches, backward_result)
 
-    after_import({"torch.distributed.pipelining.stage": own_vote}, patches)
+    change_after_import(distributed.PIPELINES, {distributed.STAGES: own_vote}, patches)
 
 
 def _vote(stage: Any) -> torch.Tensor:

@@ -8,18 +8,17 @@ world of one rank gloo is torch's own; in a larger one a handle stands for it to
 from __future__ import annotations
 
 import functools
-import importlib
 import sys
 from datetime import timedelta
 from typing import Any
 
 from torch import distributed
-from torch._C import _distributed_c10d
-from torch._C._distributed_c10d import FakeProcessGroup, HashStore, Logger
 from torch.distributed import distributed_c10d
 
 from vramfit.errors import UsageError
 from vramfit.patching import PatchStack
+from vramfit.torch_internals import distributed as internals
+from vramfit.torch_internals.distributed import FakeProcessGroup, HashStore, Logger, make_fake_group
 from vramfit.virtual.op_runner import OpRunner
 from vramfit.virtual.ranks.communicators import Communicators
 from vramfit.virtual.ranks.rank_place import RankPlace
@@ -66,7 +65,7 @@ class Handles:
 
     def make(self, kind: type, rank: int, size: int) -> Any:
         """A handle that torch registers as a group's backend of that kind."""
-        handle = FakeProcessGroup._create_internal(rank, size)
+        handle = make_fake_group(rank, size)
         self._kinds[id(handle)] = handle, kind
         return handle
 
@@ -158,11 +157,9 @@ def _patch_stores(mode: OpRunner, place: RankPlace, patches: PatchStack) -> None
             check_world(world_size, place.rank if place.rank < world_size else 0, place)
         return store()
 
-    # By its full name: the attribute `rendezvous` of torch.distributed is the function of that name.
-    meeting = importlib.import_module("torch.distributed.rendezvous")
-    patches.set(meeting, "_create_c10d_store", tcp_store)
-    patches.set(meeting, "FileStore", file_store)
-    original = distributed_c10d._new_process_group_helper
+    internals.store_at_address.replace(patches, tcp_store)
+    patches.set(internals.store_at_address.holder, "FileStore", file_store)
+    original = internals.new_group_helper.get()
 
     def new_group(group_size: int, group_rank: int, global_ranks: Any, *args: Any, **kwargs: Any) -> Any:
         # The world, also where the program brings a store of its own. MPI comes without numbers, to be refused.
@@ -171,10 +168,10 @@ def _patch_stores(mode: OpRunner, place: RankPlace, patches: PatchStack) -> None
             mode.machine.joined_world = True
         return original(group_size, group_rank, global_ranks, *args, **kwargs)
 
-    patches.set(distributed_c10d, "_new_process_group_helper", new_group)
+    internals.new_group_helper.replace(patches, new_group)
     if place.world_size > 1:
         # Nobody else arrives (TORCH_DIST_INIT_BARRIER=1).
-        patches.set(distributed_c10d, "_store_based_barrier", lambda *args, **kwargs: None)
+        internals.store_barrier.replace(patches, lambda *args, **kwargs: None)
 
 
 def _patch_backends(
@@ -201,17 +198,15 @@ def _patch_backends(
     Nccl.__name__ = Nccl.__qualname__ = "ProcessGroupNCCL"
     Gloo.__name__ = Gloo.__qualname__ = "ProcessGroupGloo"
     Nccl.handles = Gloo.handles = handles
-    for module in (_distributed_c10d, distributed_c10d, distributed):
+    for module in (internals.c10d, distributed_c10d, distributed):
         patches.set(module, "ProcessGroupNCCL", Nccl)
         if place.world_size > 1:
             patches.set(module, "ProcessGroupGloo", Gloo)
-    patches.set(distributed_c10d, "_NCCL_AVAILABLE", True)
+    internals.nccl_available.replace(patches, True)
     patches.set(distributed_c10d, "default_pg_nccl_timeout", _TIMEOUT)
     if place.world_size > 1:
         # TORCH_DISTRIBUTED_DEBUG=DETAIL compares what ranks do, in C++ and through gloo.
-        patches.set(
-            distributed_c10d, "_create_process_group_wrapper", lambda wrapped_pg, **kwargs: wrapped_pg
-        )
+        internals.group_wrapper.replace(patches, lambda wrapped_pg, **kwargs: wrapped_pg)
     # What torch asks of a backend and the handle lacks; each is a setting or a count that one rank never needs.
     answers = {
         "_set_sequence_number_for_group": lambda self: None,
@@ -236,7 +231,7 @@ def _splits(options: Any) -> bool:
     """
     if not getattr(options, "global_ranks_in_group", None) or not distributed.is_initialized():
         return False
-    return distributed_c10d._get_default_group().bound_device_id is not None
+    return internals.default_group().bound_device_id is not None
 
 
 def _note_batches(communicators: Communicators, patches: PatchStack) -> None:
@@ -267,12 +262,12 @@ def _patch_splitting(patches: PatchStack) -> None:
     ) -> Any:
         if not split_ranks:  # as torch.distributed.distributed_c10d: split_group, also below
             raise ValueError("split_ranks cannot be None or empty")
-        world = distributed_c10d._get_default_group()
+        world = internals.default_group()
         if not world.bound_device_id:
             raise RuntimeError(
                 "No device associated with the default pg, not safe to split any process groups"
             )
-        numbers = distributed_c10d._world.pg_group_ranks[parent_pg or world]
+        numbers = internals.group_ranks()[parent_pg or world]
         of_world = {number: rank for rank, number in numbers.items()}
         mine = None
         for ranks in split_ranks:

@@ -11,9 +11,11 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
-from torch import distributed
+from torch.distributed import get_rank
 
-from vramfit.patching import PatchStack, after_import
+from vramfit.patching import PatchStack
+from vramfit.torch_internals import distributed
+from vramfit.torch_internals.names import change_after_import
 from vramfit.virtual.ranks.rank_place import RankPlace
 
 
@@ -21,14 +23,14 @@ def install(place: RankPlace, patches: PatchStack) -> None:
     """Let each rank of several coordinate its own part of a checkpoint."""
     if place.world_size > 1:
         changes = {
-            "torch.distributed.checkpoint.utils": lambda module: _coordinate(module, patches),
-            "torch.distributed.optim.zero_redundancy_optimizer": lambda module: _consolidate(module, patches),
+            "torch.distributed.checkpoint.utils": _coordinate,
+            "torch.distributed.optim.zero_redundancy_optimizer": _consolidate,
         }
-        after_import(changes, patches)
+        change_after_import(distributed.CHECKPOINTS, changes, patches)
 
 
 def _coordinate(module: ModuleType, patches: PatchStack) -> None:
-    wrapper: Any = module._DistWrapper
+    wrapper: Any = distributed.checkpoint_wrapper.get()
     init, gather = wrapper.__init__, wrapper.gather_object
 
     def coordinating(self: Any, *args: Any, **named: Any) -> None:
@@ -53,7 +55,7 @@ def _coordinate(module: ModuleType, patches: PatchStack) -> None:
 def _consolidate(module: ModuleType, patches: PatchStack) -> None:
     """States that other ranks broadcast to be gathered in one place are taken to be this rank's (ZeRO-1)."""
     zero: Any = module.ZeroRedundancyOptimizer
-    consolidate, broadcast = zero.consolidate_state_dict, module._broadcast_object
+    consolidate, broadcast = zero.consolidate_state_dict, distributed.zero_broadcast.get()
     own: list[Any] = []
 
     def consolidating(self: Any, *args: Any, **named: Any) -> None:
@@ -64,12 +66,12 @@ def _consolidate(module: ModuleType, patches: PatchStack) -> None:
             own.pop()
 
     def broadcasting(value: Any, src_rank: int, group: Any, device: Any) -> Any:
-        mine = distributed.get_rank()
+        mine = get_rank()
         if not own or src_rank == mine:
             return broadcast(value, src_rank, group, device)
         states = own[-1].state_dict()
         broadcast(states, mine, group, device)  # as many bytes pass this card
-        return module._recursive_copy_to_device(states, non_blocking=True, device=device)
+        return distributed.copied_to_device(states, device)
 
     patches.set(zero, "consolidate_state_dict", consolidating)
-    patches.set(module, "_broadcast_object", broadcasting)
+    distributed.zero_broadcast.replace(patches, broadcasting)

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import distributed_c10d as c10d
 
 from vramfit.patching import PatchStack
+from vramfit.torch_internals import distributed
+from vramfit.torch_internals.fake_tensors import FakeTensor
 from vramfit.virtual.op_runner import OpRunner
 from vramfit.virtual.ranks.mailbox import Mailbox
 from vramfit.virtual.ranks.rank_place import RankPlace
@@ -35,7 +36,7 @@ def _follow_bytes(mode: OpRunner, patches: PatchStack) -> None:
     ``all_gather_object`` and the like pickle an object into a tensor of bytes, move that to the card, and unpickle
     what comes back. The virtual card follows values of small tensors only, and a vocabulary is larger.
     """
-    original: Callable[..., tuple[torch.Tensor, torch.Tensor]] = c10d._object_to_tensor
+    original: Callable[..., tuple[torch.Tensor, torch.Tensor]] = distributed.object_to_tensor.get()
 
     def object_to_tensor(obj: Any, device: Any, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
         pickled, size = original(obj, torch.device("cpu"), *rest)
@@ -44,7 +45,7 @@ def _follow_bytes(mode: OpRunner, patches: PatchStack) -> None:
             mode.shadows.set(moved, pickled)
         return moved, moved_size
 
-    patches.set(c10d, "_object_to_tensor", object_to_tensor)
+    distributed.object_to_tensor.replace(patches, object_to_tensor)
 
 
 class RankObjects:
@@ -69,7 +70,7 @@ class RankObjects:
         group_src: int | None = None,
     ) -> None:
         """The root's objects where it runs beside this rank; else the list keeps what this rank put in."""
-        if c10d._rank_not_in_group(group):
+        if distributed.is_outside(group):
             self._broadcast(object_list, src, group, device, group_src)  # torch's warning
             return
         root = self._peer(group, src if group_src is not None else src or 0, group_src)
@@ -91,7 +92,7 @@ class RankObjects:
         group_src: int | None = None,
     ) -> None:
         """The root's object for this rank where it runs beside; else that of this rank's own list, if there is one."""
-        if c10d._rank_not_in_group(group):
+        if distributed.is_outside(group):
             self._scatter(scatter_object_output_list, scatter_object_input_list, src, group, group_src)
             return
         root = self._peer(group, src if group_src is not None else src or 0, group_src)
@@ -133,20 +134,18 @@ class RankObjects:
         """Take the next objects that a rank has left; waits for them, and gives the rank's number."""
         rank = self._peer(group, src, group_src)
         object_list[:] = self._mailbox.receive(self._name(group), rank)
-        where = device or c10d._get_object_coll_device(group)
-        held = [
-            c10d._object_to_tensor(value, where, c10d._group_or_default_group(group)) for value in object_list
-        ]
+        where = device or distributed.object_device(group)
+        to_tensor = distributed.object_to_tensor.get()
+        held = [to_tensor(value, where, distributed.group_or_default(group)) for value in object_list]
         del held
         return rank
 
     def _peer(self, group: Any, rank: int | None, number: int | None) -> int:
         """The rank of the world that is meant by its number there or in the group."""
-        of = c10d._group_or_default_group(group)
-        return int(c10d._canonicalize_group_rank(of, rank, number, return_global=True))
+        return distributed.world_rank(distributed.group_or_default(group), rank, number)
 
     def _name(self, group: Any) -> str:
-        return str(c10d._group_or_default_group(group).group_name)
+        return str(distributed.group_or_default(group).group_name)
 
     def _warn(self, what: str, how: str) -> None:
         self._mode.machine.warn(

@@ -6,7 +6,9 @@ import functools
 from types import ModuleType
 from typing import Any
 
-from vramfit.patching import PatchStack, after_import
+from vramfit.patching import PatchStack
+from vramfit.torch_internals import distributed
+from vramfit.torch_internals.names import change_after_import
 from vramfit.trace import EXPERT_RANKS, PIPELINE_STAGES, TraceBuilder
 
 
@@ -33,8 +35,8 @@ class RankRoles:
 def install(roles: RankRoles, patches: PatchStack) -> None:
     """Note the stages that a program makes, until the patches are undone."""
 
-    def pipeline(module: ModuleType) -> None:
-        base = module._PipelineStageBase
+    def pipeline(module: ModuleType, patches: PatchStack) -> None:
+        base = distributed.stage_base.get()
         original = base.__init__
 
         @functools.wraps(original)
@@ -44,4 +46,4 @@ def install(roles: RankRoles, patches: PatchStack) -> None:
 
         patches.set(base, "__init__", init)
 
-    after_import({"torch.distributed.pipelining.stage": pipeline}, patches)
+    change_after_import(distributed.PIPELINES, {distributed.STAGES: pipeline}, patches)

@@ -9,9 +9,8 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
-from torch._C._distributed_c10d import Store
-
 from vramfit.errors import UsageError
+from vramfit.torch_internals.distributed import Store
 from vramfit.virtual.ranks.rank_place import RankPlace
 
 

@@ -9,8 +9,8 @@ that receives most has at least the even share, so with a statement the report's
 from __future__ import annotations
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
+from vramfit.torch_internals.fake_tensors import FakeTensor
 from vramfit.virtual.data_dependent.expectations import WATCHED
 from vramfit.virtual.fake_impls.shapes import assumed
 from vramfit.virtual.op_runner import OpRunner

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
+from vramfit.torch_internals.fake_tensors import FakeTensor
 from vramfit.virtual.data_dependent.expectations import WATCHED
 from vramfit.virtual.data_dependent.shadow import MAX_ELEMENTS
 from vramfit.virtual.op_runner import OpRunner

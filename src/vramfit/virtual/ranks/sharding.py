@@ -7,9 +7,9 @@ import time
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from torch.utils._python_dispatch import _disable_current_modes
-
-from vramfit.patching import PatchStack, after_import
+from vramfit.patching import PatchStack
+from vramfit.torch_internals import distributed, names
+from vramfit.torch_internals.dispatch import disable_current_modes
 from vramfit.virtual.describe import VirtualFakeMode
 
 
@@ -20,9 +20,9 @@ def _look_once(module: ModuleType, patches: PatchStack) -> None:
     parameters. It asks whether any is strided, and whether those agree (``_propagate_use_strided_shard_flag``); one of
     each kind says as much.
     """
-    original = vars(module).get("_propagate_use_strided_shard_flag")
-    if original is None:
+    if not distributed.strided_flag.exists:  # not in every torch
         return
+    original = distributed.strided_flag.get()
     # The schema of last time, which is asked about once for each of its tensors, and its kinds.
     seen: list[Any] = [None, None]
 
@@ -31,14 +31,16 @@ def _look_once(module: ModuleType, patches: PatchStack) -> None:
             strided = (
                 spec
                 for spec in schema.args_spec
-                if any(isinstance(placement, module._StridedShard) for placement in spec.placements)
+                if any(
+                    isinstance(placement, distributed.strided_shard.get()) for placement in spec.placements
+                )
             )
             kinds = {spec.use_strided_shard_as_shard_order: spec for spec in strided}
             seen[:] = schema, SimpleNamespace(args_spec=tuple(kinds.values()))
         if seen[1].args_spec:
             original(strategy, seen[1])
 
-    patches.set(module, "_propagate_use_strided_shard_flag", propagate_flag)
+    distributed.strided_flag.replace(patches, propagate_flag)
 
 
 _BY_ELEMENT = ("aten::_foreach_", "aten::_amp_foreach_", "aten::_fused_")
@@ -50,9 +52,9 @@ def _expand_once(module: ModuleType, patches: PatchStack) -> None:
     Its strategies of such an op are those of its elements, each worked out anew: of 405 billion parameters that is more
     than half of the processor's time of a first step. Layers are alike, so of 1,100 tensors there are a dozen kinds.
     """
-    original = vars(module).get("_expand_single_dim_strategy_to_mesh")  # not in every torch
-    if original is None:
+    if not distributed.expanded_strategy.exists:  # not in every torch
         return
+    original = distributed.expanded_strategy.get()
     several, one = module.TupleStrategy, module.OpStrategy
 
     def expand(mesh: Any, schema: Any, info: Any, metas: Any) -> Any:
@@ -88,33 +90,33 @@ def _expand_once(module: ModuleType, patches: PatchStack) -> None:
 
         return strategies
 
-    patches.set(module, "_expand_single_dim_strategy_to_mesh", expand)
+    distributed.expanded_strategy.replace(patches, expand)
 
 
 def install(patches: PatchStack) -> None:
     """Keep from the mode how DTensor works out shapes, and show it which streams FSDP names."""
 
-    def propagate_apart(module: ModuleType) -> None:
+    def propagate_apart(module: ModuleType, patches: PatchStack) -> None:
         """DTensor runs each op once on fake tensors of its own to learn the global shape: no work of the program."""
         quiet = VirtualFakeMode()
         patches.set(module, "FakeTensorMode", lambda: quiet)
         if hasattr(module, "detect_fake_mode"):
             patches.set(module, "detect_fake_mode", lambda *args, **kwargs: None)
-        inner = module.ShardingPropagator._propagate_tensor_meta_non_cached
+        inner = distributed.propagated_meta.get()
 
         def propagate(self: Any, schema: Any) -> Any:
             if not schema.op._schema.returns:  # an optimizer's ``_foreach_`` ops: nothing has a shape
                 return None
-            with _disable_current_modes():
+            with disable_current_modes():
                 return inner(self, schema)
 
-        patches.set(module.ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate)
+        distributed.propagated_meta.replace(patches, propagate)
         _look_once(module, patches)
         _expand_once(module, patches)
 
     run = time.monotonic_ns()
 
-    def own_mesh(module: ModuleType) -> None:
+    def own_mesh(module: ModuleType, patches: PatchStack) -> None:
         """Meshes of one run are no others' equals: DTensor keeps what it worked out by mesh, in each thread.
 
         Another virtual GPU of this process may be another rank, with other groups under the same names.
@@ -125,24 +127,22 @@ def install(patches: PatchStack) -> None:
         @functools.wraps(original)
         def init(self: Any, *args: Any, **kwargs: Any) -> None:
             original(self, *args, **kwargs)
-            self._thread_id = run  # part of what makes meshes equal, and of no other use
+            setattr(self, distributed.MESH_THREAD, run)
 
         patches.set(mesh, "__init__", init)
 
-    def seen_stream(module: ModuleType) -> None:
+    def seen_stream(module: ModuleType, patches: PatchStack) -> None:
         """FSDP1 names a stream below the dispatcher, where a CPU build has no kernel for it."""
-        if "_no_dispatch_record_stream" in vars(module):
+        if distributed.RECORD_STREAM in vars(module):
             patches.set(
-                module, "_no_dispatch_record_stream", lambda tensor, stream: tensor.record_stream(stream)
+                module, distributed.RECORD_STREAM, lambda tensor, stream: tensor.record_stream(stream)
             )
 
-    after_import(
-        {
-            "torch.distributed.device_mesh": own_mesh,
-            "torch.distributed.tensor._sharding_prop": propagate_apart,
-            "torch.distributed.fsdp._common_utils": seen_stream,
-            "torch.distributed.fsdp._flat_param": seen_stream,
-            "torch.distributed.fsdp._runtime_utils": seen_stream,
-        },
+    names.change_after_import(
+        distributed.DTENSOR,
+        {"torch.distributed.device_mesh": own_mesh, distributed.PROPAGATION: propagate_apart},
         patches,
+    )
+    names.change_after_import(
+        distributed.FSDP, dict.fromkeys(distributed.STREAM_RECORDERS, seen_stream), patches
     )

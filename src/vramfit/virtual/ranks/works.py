@@ -17,6 +17,9 @@ from typing import Any
 import torch
 from torch.distributed import Work
 
+from vramfit.torch_internals.autograd_engine import current_graph_task_id, execution_engine
+from vramfit.torch_internals.distributed import work_from_future
+
 _OURS = (
     3  # references to a work that nobody else holds: the table's, the local variable's, and getrefcount's own
 )
@@ -25,7 +28,7 @@ Held = Callable[[], object]
 
 def finished(tensors: list[torch.Tensor]) -> Any:
     """A boxed ``Work`` that is done, and holds its results as NCCL's does: DDP's reducer reads them there."""
-    return torch._C._distributed_c10d._create_work_from_future(_done(tensors)).boxed()  # type: ignore[attr-defined]
+    return work_from_future(_done(tensors)).boxed()
 
 
 def _done(tensors: list[torch.Tensor]) -> Any:
@@ -94,8 +97,8 @@ class PendingWork(Work):
 
     def get_future(self) -> Any:
         """A future that is done, with the results: DDP's reducer waits for it at the end of the backward pass."""
-        if torch._C._current_graph_task_id() != -1:
-            engine: Any = torch.autograd.Variable._execution_engine
+        if current_graph_task_id() != -1:
+            engine: Any = execution_engine
             engine.queue_callback(self.wait)
         self._pending.drop(self)
         return _done(self._results)

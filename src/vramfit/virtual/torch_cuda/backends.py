@@ -12,9 +12,11 @@ from typing import Any
 import torch
 
 from vramfit.patching import PatchStack
+from vramfit.torch_internals import cuda_device
+from vramfit.torch_internals.kernel_choice import BlasBackend, LinalgBackend
 from vramfit.virtual.kernels import Blas, KernelContext, workspace_bytes
 from vramfit.virtual.machine import Machine
-from vramfit.virtual.torch_cuda.base import CUDA_BUILD, C, CFunctions
+from vramfit.virtual.torch_cuda.base import C, CFunctions
 from vramfit.virtual.torch_cuda.properties import TorchRelease, needs_older_build, release_for
 
 _CUFFT_PLANS = 4096  # aten/src/ATen/native/cuda/CuFFTPlanCache.h, CUFFT_DEFAULT_CACHE_SIZE
@@ -68,10 +70,10 @@ class CpuBuildFunctions(CFunctions):
 
     def __init__(self, machine: Machine) -> None:
         super().__init__(machine)
-        self.linalg = C._LinalgBackend.Default
+        self.linalg = LinalgBackend.Default
         # ATen/Context.h, blas_preferred_backend
         preferred = os.environ.get("TORCH_BLAS_PREFER_CUBLASLT") == "1"
-        self.blas = C._BlasBackend.Cublaslt if preferred else C._BlasBackend.Cublas
+        self.blas = BlasBackend.Cublaslt if preferred else BlasBackend.Cublas
 
     def _get_linalg_preferred_backend(self) -> Any:
         return self.linalg
@@ -86,7 +88,7 @@ class CpuBuildFunctions(CFunctions):
         self.blas = backend
 
     def _get_blas_default_backend(self) -> Any:
-        return C._BlasBackend.Cublas
+        return BlasBackend.Cublas
 
     def _is_flash_attention_available(self) -> bool:
         return True
@@ -115,7 +117,7 @@ class RNNMode(enum.IntEnum):
 def _cudnn_module(version: int) -> ModuleType:
     """Stands for ``torch._C._cudnn`` (torch/csrc/cuda/shared/cudnn.cpp)."""
     triple = (version // 10000, version % 10000 // 100, version % 100)
-    module = ModuleType("torch._C._cudnn")
+    module = ModuleType(cuda_device.cudnn_module.path)
     module.__dict__.update(
         is_cuda=True,
         RNNMode=RNNMode,
@@ -130,14 +132,14 @@ def patch_backends(functions: BackendFunctions, patches: PatchStack) -> None:
     """Make ``torch.backends.cudnn`` and ``.cuda`` answer on a build without the libraries."""
     _patch_plan_cache(patches)
     machine = functions.machine
-    if not CUDA_BUILD:
+    if not cuda_device.has_cuda:
         for name, function in CpuBuildFunctions(machine).functions().items():
             patches.set(C, name, function)
         _patch_cudnn(functions, patches)
         return
     # On a CUDA build its own cuDNN answers; torch remembers its version once it has read it.
     front: Any = torch.backends.cudnn
-    patches.keep(front.m, "__cudnn_version")
+    patches.keep(front.m, cuda_device.CUDNN_VERSION)
     if needs_older_build(spec.compute_capability for spec in machine.specs):
         _patch_cudnn(functions, patches)
 
@@ -146,14 +148,7 @@ def _patch_cudnn(functions: BackendFunctions, patches: PatchStack) -> None:
     machine = functions.machine
     version = _release(machine).cudnn
     library = _cudnn_module(version)
-    # torch.backends.cudnn and its rnn replace themselves by objects; the module of functions is behind `m`.
-    front: Any = torch.backends.cudnn
-    patches.set(C, "_has_cudnn", True)
-    patches.set(C, "_cudnn", library)
-    patches.set(front.m, "_cudnn", library)
-    patches.set(front.m, "_init", lambda: True)
-    patches.set(front.m, "__cudnn_version", version)
-    patches.set(getattr(front.rnn, "m", front.rnn), "_cudnn", library)
+    front = cuda_device.stand_in_for_cudnn(patches, library, version)
     # Read at import time: without cuDNN the class has None there.
     limit = torch.backends.ContextProp(
         functions._cuda_get_cudnn_benchmark_limit, functions._cuda_set_cudnn_benchmark_limit

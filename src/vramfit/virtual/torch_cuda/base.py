@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
+from vramfit.torch_internals.cuda_device import AcceleratorError as AcceleratorError
+from vramfit.torch_internals.cuda_device import C as C
 from vramfit.virtual.machine import InvalidDevice, Machine, VirtualDevice
 
-C: Any = torch._C
-CUDA_BUILD: bool = C._has_cuda
 CUDA_DEVICE_TYPE = 1  # c10/core/DeviceType.h: DeviceType::CUDA
 
 _INVALID_DEVICE = 101  # cudaErrorInvalidDevice
@@ -51,7 +49,7 @@ def set_machine(machine: Machine) -> Callable[[], None]:
 
 def invalid_device() -> RuntimeError:
     """The card's error for a device that does not exist: ``torch.AcceleratorError``."""
-    error: RuntimeError = C.AcceleratorError(_INVALID_DEVICE_TEXT)
+    error: RuntimeError = AcceleratorError(_INVALID_DEVICE_TEXT)
     error.error_code = _INVALID_DEVICE  # type: ignore[attr-defined]
     return error
 

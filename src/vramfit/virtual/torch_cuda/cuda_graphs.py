@@ -10,7 +10,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from vramfit.allocator import CachingAllocator
-from vramfit.virtual.torch_cuda.base import C, CFunctions, installed_machine
+from vramfit.torch_internals.cuda_device import graph_base, pool_base
+from vramfit.torch_internals.memory import pool_snapshot
+from vramfit.torch_internals.names import Place
+from vramfit.virtual.torch_cuda.base import CFunctions, installed_machine
 
 PoolId = tuple[int, int]
 
@@ -224,12 +227,12 @@ class MemPool(MemPoolBase):
 
     def snapshot(self, include_traces: bool = True) -> list[dict[str, Any]]:
         """The segments of this pool."""
-        full: dict[str, Any] = C._cuda_memorySnapshot((*self.id, include_traces))
+        full: dict[str, Any] = pool_snapshot((*self.id, include_traces))
         segments: list[dict[str, Any]] = full["segments"]
         return segments
 
 
-def base_classes() -> Iterator[tuple[str, type]]:
-    """Names in ``torch._C`` and the classes that stand there."""
-    yield "_CUDAGraph", CUDAGraphBase
-    yield "_MemPool", MemPoolBase
+def base_classes() -> Iterator[tuple[Place, type]]:
+    """Classes of C++ and the classes that stand there."""
+    yield graph_base, CUDAGraphBase
+    yield pool_base, MemPoolBase

@@ -6,17 +6,16 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch._subclasses import fake_tensor
 
 from vramfit.gpus import GpuKind
 from vramfit.patching import PatchStack
+from vramfit.torch_internals import cuda_device
 from vramfit.virtual.machine import InvalidDevice, Machine
-from vramfit.virtual.torch_cuda.base import CUDA_BUILD, C, CFunctions
+from vramfit.virtual.torch_cuda.base import CFunctions
 from vramfit.virtual.torch_cuda.properties import (
     CudaDeviceProperties,
     TorchRelease,
@@ -52,7 +51,7 @@ class DeviceFunctions(CFunctions):
         self.machine.init_pid = os.getpid()
         # THCPModule_initExtension binds these into torch.cuda; `patch_devices` remembered how they stood.
         cuda = sys.modules["torch.cuda"]
-        cuda._get_device_properties = self.properties  # type: ignore[attr-defined]
+        setattr(cuda, cuda_device.get_device_properties.name, self.properties)
         cuda.default_generators = tuple(  # type: ignore[attr-defined]
             VirtualGenerator(device.index, device.rng) for device in self.machine.devices
         )
@@ -134,41 +133,38 @@ def patch_devices(functions: DeviceFunctions, patches: PatchStack) -> None:
     """Replace what ``torch.cuda`` keeps in Python about devices and initialisation."""
     cuda = torch.cuda
     # The properties class is a C class without a constructor (CUDA build) or a dummy (CPU build).
-    patches.set(C, "_CudaDeviceProperties", CudaDeviceProperties)
-    patches.set(cuda, "_CudaDeviceProperties", CudaDeviceProperties)
+    for place in cuda_device.properties_classes:
+        place.supply(patches, CudaDeviceProperties)
     # _cuda_init binds these two.
-    patches.keep(cuda, "_get_device_properties")
+    cuda_device.get_device_properties.keep(patches)
     patches.set(cuda, "default_generators", ())
     # The state of lazy initialisation: the program starts with CUDA not initialised, whatever happened
-    # before, and what it queues must not be left behind. The Triton kernels of sparse matrices cannot be
-    # unregistered again.
-    patches.set(cuda, "_initialized", False)
-    queued = [call for call in cuda._queued_calls if call[0].__name__ != "_register_triton_kernels"]
-    patches.set(cuda, "_queued_calls", queued)
-    patches.set(cuda, "_lazy_seed_tracker", type(cuda._lazy_seed_tracker)())
+    # before, and what it queues must not be left behind.
+    cuda_device.initialized.replace(patches, False)
+    cuda_device.queued_calls.replace(patches, cuda_device.queued_before_first_use())
+    cuda_device.lazy_seed_tracker.replace(patches, cuda_device.seed_tracker())
     # Both were bound at import time from functions that a CPU build lacks.
-    patches.set(cuda, "_is_in_bad_fork", functions._cuda_isInBadFork)
-    patches.set(cuda, "_exchange_device", functions._cuda_exchangeDevice)
-    patches.set(cuda, "_maybe_exchange_device", functions._cuda_maybeExchangeDevice)
+    cuda_device.in_bad_fork.replace(patches, functions._cuda_isInBadFork)
+    cuda_device.exchange_device.replace(patches, functions._cuda_exchangeDevice)
+    cuda_device.maybe_exchange_device.replace(patches, functions._cuda_maybeExchangeDevice)
     # NVML would count the cards of the machine we run on.
-    patches.set(cuda, "_device_count_nvml", functions._cuda_getDeviceCount)
-    patches.set(cuda, "_raw_device_count_nvml", lambda: len(functions.machine.specs))
-    patches.set(cuda, "_raw_device_uuid_nvml", lambda: list(functions.machine.uuids))
-    patches.set(cuda, "_cached_device_count", None)
+    cuda_device.device_count_by_nvml.replace(patches, functions._cuda_getDeviceCount)
+    cuda_device.raw_device_count_by_nvml.replace(patches, lambda: len(functions.machine.specs))
+    cuda_device.raw_uuids_by_nvml.replace(patches, lambda: list(functions.machine.uuids))
+    cuda_device.cached_device_count.replace(patches, None)
     patches.set(cuda, "has_magma", True)
     # fork_rng warns once per process about several devices.
-    patches.set(torch.random, "_fork_rng_warned_already", False)
+    cuda_device.fork_rng_warned.replace(patches, False)
     # Whether this torch was built with CUDA is looked up in torch._C at run time.
-    patches.set(C, "_has_cuda", True)
-    patches.set(C, "_has_magma", True)
+    cuda_device.built_with_cuda.supply(patches, True)
+    cuda_device.built_with_magma.supply(patches, True)
     _forget_cached_answers(patches)
     # Fake tensors warm up a real context when is_available() says there is a card: there is none to warm up.
-    if hasattr(fake_tensor, "init_gpu_context"):
-        patches.set(fake_tensor, "init_gpu_context", _no_context)
+    cuda_device.gpu_context.replace(patches, _no_context)
     # A CUDA build keeps its own version only if that serves the cards: all of them, not just the visible ones, since
     # CUDA_VISIBLE_DEVICES is the program's to set.
     cards = [spec.compute_capability for spec in functions.machine.specs]
-    if not CUDA_BUILD or needs_older_build(cards):
+    if not cuda_device.has_cuda or needs_older_build(cards):
         patches.set(torch.version, "cuda", release_for(functions.machine.torch_version, cards).cuda)
 
 
@@ -178,14 +174,7 @@ def _no_context(device: torch.device) -> None:
 
 def _forget_cached_answers(patches: PatchStack) -> None:
     """Empty functools caches whose answers depend on the devices, now and again at the undo."""
-    cached: list[Callable[[], None]] = [
-        torch.cuda._check_bf16_tensor_supported.cache_clear,
-        torch.get_device_module.cache_clear,
-    ]
-    capability: Any = getattr(torch.accelerator, "get_device_capability", None)
-    if hasattr(capability, "cache_clear"):
-        cached.append(capability.cache_clear)
-    for clear in cached:
+    for clear in cuda_device.cached_answers():
         clear()
         patches.call(clear)
 

@@ -15,8 +15,9 @@ from torch.autograd import profiler
 from torch.profiler import ProfilerActivity
 
 from vramfit.patching import PatchStack
+from vramfit.torch_internals import cuda_device
 from vramfit.virtual.machine import InvalidDevice, Machine, VirtualDevice
-from vramfit.virtual.torch_cuda.base import C, CFunctions, invalid_device
+from vramfit.virtual.torch_cuda.base import CFunctions, invalid_device
 from vramfit.virtual.torch_cuda.devices import device_index_of
 
 _ERROR_TEXTS = {0: "no error", 1: "invalid argument", 2: "out of memory", 101: "invalid device ordinal"}
@@ -47,7 +48,7 @@ def _cudart_module(machine: Machine) -> ModuleType:
     def done(*_: object) -> cudaError:
         return cudaError.success
 
-    module = ModuleType("torch._C._cudart")
+    module = ModuleType(cuda_device.runtimes[0].path)
     module.__dict__.update(
         cudaError=cudaError,
         cudaGetErrorString=lambda error: _ERROR_TEXTS.get(int(error), "unrecognized error code"),
@@ -213,11 +214,11 @@ class TunableFunctions(CFunctions):
 def patch_extras(machine: Machine, patches: PatchStack) -> None:
     """Replace the runtime's functions, NVTX, the sensors, which torch asks of NVML, and parts of the profiler."""
     runtime = _cudart_module(machine)
-    patches.set(C, "_cudart", runtime)
-    patches.set(torch.cuda, "_cudart", runtime)
+    for place in cuda_device.runtimes:
+        place.supply(patches, runtime)
     nvtx = Nvtx(machine)
-    patches.set(C, "_nvtx", nvtx)
-    patches.set(torch.cuda.nvtx, "_nvtx", nvtx)
+    for place in cuda_device.nvtx:
+        place.supply(patches, nvtx)
     # Reductions between devices take torch's own path; a CPU build would also warn that it lacks NCCL.
     patches.set(torch.cuda.nccl, "is_available", lambda tensors: False)
     _patch_sensors(machine, patches)
@@ -260,14 +261,14 @@ def _patch_profiler(machine: Machine, patches: PatchStack) -> None:
     Asked for those, a CUDA library that is not there would have it write a stack per op to stderr.
     """
     module: Any = profiler
-    supported = module._supported_activities
+    supported = cuda_device.profiler_activities.get()
 
     def supported_activities() -> set[ProfilerActivity]:
         machine.warn("profiler-without-kernels", "torch.profiler records no kernels on the virtual GPU")
         return {*supported(), ProfilerActivity.CUDA}
 
     # With this, torch.profiler asks Kineto for CUDA activities, of which there are none ...
-    patches.set(module, "_supported_activities", supported_activities)
+    cuda_device.profiler_activities.replace(patches, supported_activities)
     # ... and where Kineto is not wanted, it does not record CUDA events around each op instead.
     states = dict(module.ProfilerState.__members__)
     states["KINETO_GPU_FALLBACK"] = states["KINETO"]

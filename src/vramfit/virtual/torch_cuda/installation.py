@@ -60,9 +60,10 @@ def install(machine: Machine, patches: PatchStack) -> None:
             # torch imports some of these by name (from torch._C import _cuda_getCurrentRawStream).
             pairs += _replaced(name, function)
             patches.set(C, name, function)
-    for name, cls in base_classes():
-        pairs += _replaced(name, cls)
-        patches.set(C, name, cls)
+    for place, cls in base_classes():
+        if place.exists:
+            pairs.append((place.get(), cls))
+        place.supply(patches, cls)
     pairs += patch_streams(patches)
     pairs += patch_rng(patches)
     patches.rebind(pairs)

@@ -7,9 +7,10 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from vramfit.patching import PatchStack
+from vramfit.torch_internals.cuda_device import default_device_context
+from vramfit.torch_internals.fake_tensors import FakeTensor
 
 _DTYPES = {
     "DoubleTensor": torch.float64,
@@ -233,12 +234,12 @@ def _set_default_tensor_type(original: Callable[..., Any], defaults: _DefaultTyp
 def _restore_defaults(patches: PatchStack) -> None:
     """A program's default dtype and device live in C++ and in a mode of torch; put them back at the undo."""
     dtype = torch.get_default_dtype()
-    context: Any = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    context = default_device_context()
 
     def undo() -> None:
         if torch.get_default_dtype() != dtype:
             torch.set_default_dtype(dtype)
-        if getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None) is not context:
+        if default_device_context() is not context:
             torch.set_default_device(None if context is None else context.device)
 
     patches.call(undo)

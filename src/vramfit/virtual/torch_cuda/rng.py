@@ -19,9 +19,9 @@ import weakref
 from typing import Any, cast
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from vramfit.patching import PatchStack
+from vramfit.torch_internals.dispatch import disable_current_modes
 from vramfit.virtual.machine import DEFAULT_SEED, PhiloxState
 from vramfit.virtual.torch_cuda.base import C, installed_machine, invalid_device
 
@@ -92,7 +92,7 @@ class VirtualGenerator(_CpuGenerator):  # type: ignore[misc]
     def get_state(self) -> torch.Tensor:
         """Seed and offset as 16 bytes on the CPU."""
         packed = bytearray(_STATE.pack(self.philox.seed, self.philox.offset))
-        with _disable_current_modes():  # the state is a real tensor, whatever mode the program runs under
+        with disable_current_modes():  # the state is a real tensor, whatever mode the program runs under
             return torch.frombuffer(packed, dtype=torch.uint8).clone()
 
     def set_state(self, new_state: torch.Tensor) -> VirtualGenerator:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from vramfit.patching import PatchStack
+from vramfit.torch_internals.cuda_device import event_base, stream_base
 from vramfit.virtual import simulated_streams as ids
 from vramfit.virtual.machine import InvalidDevice
 from vramfit.virtual.simulated_streams import Engine
@@ -348,9 +349,9 @@ def patch_streams(patches: PatchStack) -> list[tuple[object, object]]:
     ``torch.cuda.Stream`` and ``Event`` themselves are made anew from torch's own source by the caller.
     """
     pairs: list[tuple[object, object]] = [(_CStream, Stream), (_CEvent, Event)]
-    for name, new in (("_CudaStreamBase", CudaStreamBase), ("_CudaEventBase", CudaEventBase)):
-        pairs.append((getattr(C, name), new))
-        patches.set(C, name, new)
+    for place, new in ((stream_base, CudaStreamBase), (event_base, CudaEventBase)):
+        pairs.append((place.get(), new))
+        place.supply(patches, new)
     for name, new in (("Stream", Stream), ("Event", Event)):
         patches.set(torch, name, new)
         patches.set(C, name, new)

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from functools import partial
 from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
-from torch._library import simple_registry
 
 from vramfit.launch import threads
 from vramfit.patching import PatchStack, after_import
+from vramfit.torch_internals.cuda_device import DYNAMO
+from vramfit.torch_internals.custom_ops import simple_registry
+from vramfit.torch_internals.names import Feature, attempt
 from vramfit.virtual.compiled import Compiler, load_graph_trees
 from vramfit.virtual.op_runner import OpRunner
 from vramfit.virtual.torch_patches import (
@@ -31,38 +34,49 @@ from vramfit.virtual.torch_patches import (
     training_steps,
 )
 
+_COMPILE = Feature("compiled programs")
+_DISPATCH = Feature("a shorter way through the dispatcher")
+_PARTS: dict[Feature, Any] = {
+    Feature("values, addresses and text of virtual tensors"): tensors,
+    Feature("parameters that keep their identity"): identity,
+    Feature("modules on the virtual card"): modules,
+    Feature("phases of a step, gradients and optimizer states by name"): training_steps,
+    Feature("torch.save and torch.load of virtual tensors"): checkpoints,
+    Feature("distributed checkpoints in folders of their own"): checkpoint_folders,
+    Feature("checkpoints that are staged on the host"): staged_checkpoints,
+    Feature("threads of the program"): threads,
+    Feature("functions that take another way on a card"): card_routes,
+    Feature("torch.jit and torch.fx"): tracing,
+    Feature("other libraries on the virtual card"): libraries,
+}
+"""Each group of patches by what it is for, in order."""
+
 _Find = Callable[[Any, type], Callable[..., Any] | None]
 
 
 def install(mode: OpRunner, patches: PatchStack) -> None:
     """Apply every patch of this package."""
-    _patch_compile(mode, patches)  # first: it keeps what the others replace
-    _shorten_dispatch(mode, patches)
-    for module in (
-        tensors,
-        identity,
-        modules,
-        training_steps,
-        checkpoints,
-        checkpoint_folders,
-        staged_checkpoints,
-        threads,
-        card_routes,
-        tracing,
-        libraries,
-    ):
-        module.install(mode, patches)
+    attempt(
+        _COMPILE, patches, partial(_patch_compile, mode, patches)
+    )  # first: it keeps what the others replace
+    attempt(_DISPATCH, patches, partial(_shorten_dispatch, mode))
+    for feature, module in _PARTS.items():
+        attempt(feature, patches, partial(module.install, mode))
 
 
-def _patch_compile(mode: OpRunner, patches: PatchStack) -> None:
-    """Make torch's own compiler work on the virtual GPU before a program first uses it."""
+def _patch_compile(mode: OpRunner, later: PatchStack, patches: PatchStack) -> None:
+    """Make torch's own compiler work on the virtual GPU before a program first uses it.
+
+    Args:
+        later: takes what is patched at that first use.
+    """
     original = torch.compile
-    compiler = Compiler(mode, patches)
+    compiler = Compiler(mode, later)
 
     @functools.wraps(original)
     def compile(*args: Any, **kwargs: Any) -> Any:
         compiler.install()
-        return original(*args, **kwargs)
+        return original(*args, **kwargs if compiler.works else {**kwargs, "disable": True})
 
     patches.set(torch, "compile", compile)
     exporting.install(compiler.outside, patches)
@@ -78,7 +92,7 @@ def _patch_compile(mode: OpRunner, patches: PatchStack) -> None:
 
         patches.set(dynamo, "reset", reset_here)
 
-    after_import({"torch._dynamo": resettable}, patches)
+    after_import({DYNAMO: resettable}, patches)
 
 
 def _shorten_dispatch(mode: OpRunner, patches: PatchStack) -> None:

@@ -18,10 +18,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn.modules import rnn as rnn_module
 
 from vramfit.patching import PatchStack
+from vramfit.torch_internals import dispatch
+from vramfit.torch_internals.dispatch import VF, has_kernel
+from vramfit.torch_internals.fake_tensors import FakeTensor
+from vramfit.torch_internals.modules import rnn_impls
 from vramfit.trace import Category
 from vramfit.virtual.kernels import sdpa
 from vramfit.virtual.op_runner import OpRunner
@@ -42,9 +44,9 @@ def install(mode: OpRunner, patches: PatchStack) -> None:
     _patch_ctc_loss(patches)
     _patch_one_hot(patches)
     for layer in RNNMode:
-        patches.set(torch._VF, layer.name, _recurrent(mode, layer, getattr(torch._VF, layer.name)))
+        patches.set(VF, layer.name, _recurrent(mode, layer, getattr(VF, layer.name)))
     for key, name in (("RNN_TANH", "rnn_tanh"), ("RNN_RELU", "rnn_relu")):
-        patches.item(rnn_module._rnn_impls, key, getattr(torch._VF, name))
+        patches.item(rnn_impls, key, getattr(VF, name))
     _patch_flatten(mode, patches)
 
 
@@ -74,7 +76,7 @@ def _register_kernels(mode: OpRunner, patches: PatchStack) -> None:
         for dispatch_key in ("AutogradCUDA", "CUDA"):
             library.impl("scaled_dot_product_attention", attention, dispatch_key)
         for name in _WHOLE_ON_CARD:
-            if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA"):
+            if not has_kernel(f"aten::{name}", "CUDA"):
                 library.impl(name, _unreachable(name), "CUDA")
 
 
@@ -119,7 +121,7 @@ def _patch_one_hot(patches: PatchStack) -> None:
         return out.scatter_(-1, tensor.unsqueeze(-1), 1)
 
     patches.set(torch.nn.functional, "one_hot", one_hot)
-    patches.set(torch._C._nn, "one_hot", one_hot)
+    patches.set(dispatch.nn_functions, "one_hot", one_hot)
 
 
 # -- Recurrent layers ------------------------------------------------------------------------------------------

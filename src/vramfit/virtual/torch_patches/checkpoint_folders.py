@@ -12,9 +12,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from torch._subclasses.fake_tensor import FakeTensor
-
-from vramfit.patching import PatchStack, after_import
+from vramfit.patching import PatchStack
+from vramfit.torch_internals import distributed
+from vramfit.torch_internals.fake_tensors import FakeTensor
+from vramfit.torch_internals.names import change_after_import
 from vramfit.virtual.op_runner import OpRunner
 from vramfit.virtual.torch_patches.checkpoints import for_real, tell_skipped
 
@@ -48,11 +49,11 @@ def install(mode: OpRunner, patches: PatchStack) -> None:
     folders = _Folders(kept)
     patches.call(kept.close)
 
-    def change(module: ModuleType) -> None:
-        _patch_writer(module._FileSystemWriter, mode, folders, patches)
+    def change(module: ModuleType, patches: PatchStack) -> None:
+        _patch_writer(distributed.checkpoint_writer.get(), mode, folders, patches)
         _patch_reader(module.FileSystemReader, folders, patches)
 
-    after_import({"torch.distributed.checkpoint.filesystem": change}, patches)
+    change_after_import(distributed.CHECKPOINTS, {"torch.distributed.checkpoint.filesystem": change}, patches)
 
 
 def _patch_writer(writer: Any, mode: OpRunner, folders: _Folders, patches: PatchStack) -> None:

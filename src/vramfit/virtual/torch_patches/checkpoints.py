@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from vramfit import files
 from vramfit.patching import PatchStack
+from vramfit.torch_internals.fake_tensors import FakeTensor
+from vramfit.torch_internals.serialization import package_registry, rebuild_tensor
 from vramfit.virtual.op_runner import OpRunner
 from vramfit.virtual.tensor_subclasses import is_wrapper
 from vramfit.virtual.torch_patches.saved_files import (
@@ -202,12 +203,12 @@ class _Uploads:
     def __init__(self, patches: PatchStack) -> None:
         self._wanted: dict[int, torch.device] = {}
         self._moved: dict[tuple[int, torch.dtype], torch.Tensor] = {}
-        registry: list[Any] = torch.serialization._package_registry
+        registry: list[Any] = package_registry
         entry = (0, lambda storage: None, self._note)
         registry.insert(0, entry)
         patches.call(lambda: registry.remove(entry))
-        self._rebuild: Callable[..., torch.Tensor] = torch._utils._rebuild_tensor
-        patches.set(torch._utils, "_rebuild_tensor", self._build)
+        self._rebuild: Callable[..., torch.Tensor] = rebuild_tensor.get()
+        rebuild_tensor.replace(patches, self._build)
 
     def __enter__(self) -> None:
         """Begin to read a file."""

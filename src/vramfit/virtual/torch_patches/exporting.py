@@ -11,27 +11,32 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from vramfit.patching import PatchStack, after_import
+from vramfit.patching import PatchStack
+from vramfit.torch_internals import distributed
+from vramfit.torch_internals.names import Feature, change_after_import
 from vramfit.virtual.compiled.outside import Outside
+
+_EXPORT = Feature("exporting programs")
 
 
 def install(outside: Outside, patches: PatchStack) -> None:
     """Let programs be exported."""
 
-    def export(module: ModuleType) -> None:
+    def export(module: ModuleType, patches: PatchStack) -> None:
         for name in ("export", "export_for_training"):
             if (original := vars(module).get(name)) is not None:
                 patches.set(module, name, _aside(original, outside))
 
-    def pipelines(module: ModuleType) -> None:
+    def pipelines(module: ModuleType, patches: PatchStack) -> None:
         original = module.Pipe.from_tracing
         patches.set(module.Pipe, "from_tracing", staticmethod(_aside(original, outside)))
 
-    def stages(module: ModuleType) -> None:
-        patches.set(module._PipelineStage, "_move_submod_to_device", _moved)
+    def stages(module: ModuleType, patches: PatchStack) -> None:
+        distributed.stage_move.replace(patches, _moved)
 
-    changes = {"torch.export": export, "torch.distributed.pipelining._IR": pipelines}
-    after_import({**changes, "torch.distributed.pipelining.stage": stages}, patches)
+    change_after_import(_EXPORT, {"torch.export": export}, patches)
+    changes = {distributed.PIPE: pipelines, distributed.STAGES: stages}
+    change_after_import(distributed.PIPELINES, changes, patches)
 
 
 def _moved(stage: Any) -> None:

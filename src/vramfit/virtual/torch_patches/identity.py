@@ -20,14 +20,22 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from vramfit.patching import PatchStack
+from vramfit.torch_internals.autograd_engine import TensorBase
+from vramfit.torch_internals.dispatch import DisableTorchFunctionSubclass
+from vramfit.torch_internals.fake_tensors import FakeTensor
+from vramfit.torch_internals.tensors import (
+    original_make_subclass,
+    set_version_counter,
+    subclass_maker,
+    swap_tensor_impl,
+)
 from vramfit.trace import Category
 from vramfit.virtual.op_runner import OpRunner
 
-_DATA: Any = torch._C.TensorBase.data
+_DATA: Any = TensorBase.data
 _PLAIN = (torch.Tensor, FakeTensor, nn.Parameter)
 
 
@@ -106,13 +114,13 @@ def become_virtual(mode: OpRunner, tensor: torch.Tensor) -> None:
     tensor.__dict__.clear()
     tensor.__dict__.update(notes, **virtual)
     other.__dict__.clear()
-    torch._C._swap_tensor_impl(tensor, other)
+    swap_tensor_impl(tensor, other)
     if cls is nn.Parameter:
         tensor._is_param = True
     tensor.requires_grad_(requires_grad)
     tensor.grad = gradient
     if version is not None:
-        torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+        set_version_counter((tensor,), (version,))
     tensor._backward_hooks = hooks
     tensor._post_accumulate_grad_hooks = after
 
@@ -128,7 +136,7 @@ def _patch_as_subclass(mode: OpRunner, patches: PatchStack) -> None:
     def as_subclass(self: torch.Tensor, cls: type) -> Any:
         if type(self) is not FakeTensor and type(self) not in twins:
             return original(self, twins.origin(cls))  # copied to the host
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             out = torch.ops.aten.alias.default(self)  # differentiable, as the original
         if cls not in _PLAIN:
             twins.put_on(out, cls)
@@ -142,7 +150,7 @@ def _patch_make(mode: OpRunner, patches: PatchStack) -> None:
 
     Like ``nn.Parameter``, a parameter of a class of the program's is virtual from birth.
     """
-    original: Callable[..., torch.Tensor] = torch.Tensor._make_subclass
+    original: Callable[..., torch.Tensor] = original_make_subclass
     twins = mode.twins
 
     def make(cls: Any, data: torch.Tensor, require_grad: bool = False, **options: Any) -> torch.Tensor:
@@ -164,7 +172,7 @@ def _patch_make(mode: OpRunner, patches: PatchStack) -> None:
         twins.put_on(data, cls)
         return data.requires_grad_() if require_grad else data
 
-    patches.set(torch.Tensor, "_make_subclass", staticmethod(make))
+    subclass_maker.replace(patches, staticmethod(make))
 
 
 def _is_annotated(cls: Any) -> bool:

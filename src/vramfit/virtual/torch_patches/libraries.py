@@ -24,9 +24,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from torch._subclasses.fake_tensor import FakeTensor
-
 from vramfit.patching import Change, PatchStack, after_import
+from vramfit.torch_internals.fake_tensors import FakeTensor
 from vramfit.virtual.op_runner import OpRunner
 from vramfit.virtual.torch_patches import tracing
 

@@ -7,11 +7,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_lazy
 
 from vramfit.capture.attribution import ProgramPhase
 from vramfit.patching import PatchStack
+from vramfit.torch_internals.autograd_engine import current_graph_task_id
+from vramfit.torch_internals.fake_tensors import FakeTensor
+from vramfit.torch_internals.modules import module_apply
+from vramfit.torch_internals.tensors import make_subclass
 from vramfit.trace import Category
 from vramfit.virtual.op_runner import OpRunner
 from vramfit.virtual.tensor_subclasses import is_wrapper
@@ -43,7 +46,7 @@ def _patch_parameter(mode: OpRunner, patches: PatchStack) -> None:
             if mode.page_locked.holds(real):
                 mode.page_locked.stand_for(data.untyped_storage(), real.untyped_storage())
         if cls is not nn.Parameter and type(data) is FakeTensor:
-            return torch.Tensor._make_subclass(cls, data, requires_grad)  # keeps the class, as torch does
+            return make_subclass(cls, data, requires_grad)  # keeps the class, as torch does
         parameter: Any = original(cls, data, requires_grad)
         if isinstance(parameter, torch.Tensor):
             mode.meter.tag(parameter, Category.PARAMETERS)
@@ -98,7 +101,7 @@ def _patch_apply(mode: OpRunner, patches: PatchStack) -> None:
                     mode.meter.tag(moved, Category.PARAMETERS, mode.meter.modules.path_of(self))
         return self
 
-    patches.set(nn.Module, "_apply", apply)
+    module_apply.replace(patches, apply)
 
 
 def _move_parameter(
@@ -195,7 +198,7 @@ def _patch_call(mode: OpRunner, patches: PatchStack) -> None:
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         root = modules.enter(self)
         try:
-            if root and torch._C._current_graph_task_id() == -1:
+            if root and current_graph_task_id() == -1:
                 phases.begin(ProgramPhase.FORWARD)
                 mode.guesses.new_phase()
             return original(self, *args, **kwargs)

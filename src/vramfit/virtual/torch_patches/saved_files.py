@@ -24,9 +24,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from vramfit.patching import PatchStack
+from vramfit.torch_internals.fake_tensors import FakeTensor
+from vramfit.torch_internals.serialization import (
+    PyTorchFileReader,
+    rebuild_parameter,
+    save_to_zip,
+    serialization_settings,
+)
 
 _RECORD = ".data/serialization_id"
 _DIGITS = 40
@@ -57,13 +63,13 @@ def reduced(tensor: FakeTensor, protocol: Any) -> Any:
     """What pickling a tensor of the card gives: the reference to its storage, and how to build it again."""
     if getattr(tensor, "_is_param", False):
         hooks: OrderedDict[int, Any] = OrderedDict()
-        return torch._utils._rebuild_parameter, (_Data(tensor), tensor.requires_grad, hooks)
+        return rebuild_parameter, (_Data(tensor), tensor.requires_grad, hooks)
     return tensor._reduce_ex_internal(protocol)
 
 
 def is_writing() -> bool:
     """Whether this thread writes a file in which virtual tensors are holes."""
-    tls = torch.serialization._serialization_tls
+    tls = serialization_settings
     return bool(tls.skip_data and tls.materialize_fake_tensors)
 
 
@@ -99,13 +105,13 @@ class TorchFiles:
         self._save = save
         self._storages = storages
         self._local = threading.local()
-        write: Any = torch.serialization._save
+        write: Any = save_to_zip.get()
 
         def write_with_real(obj: Any, zip_file: Any, *args: Any, **options: Any) -> None:
             met = getattr(self._local, "storages", None)
             write(obj, zip_file if met is None else _Zip(zip_file, met), *args, **options)
 
-        patches.set(torch.serialization, "_save", write_with_real)
+        save_to_zip.replace(patches, write_with_real)
 
     def write(self, obj: Any, file: Any, scratch: str, *args: Any, **options: Any) -> str | None:
         """Write an object with virtual tensors, as ``torch.save`` does.
@@ -149,7 +155,7 @@ def _stamp(path: str) -> str:
     """Put a new token into a file of ``torch.save``."""
     token = new_token()
     with open(path, "r+b") as file:
-        reader: Any = torch._C.PyTorchFileReader(file)  # its stub lacks most of it
+        reader: Any = PyTorchFileReader(file)  # its stub lacks most of it
         offset = reader.get_record_offset(_RECORD)
         file.seek(offset)
         file.write(token.encode())
@@ -174,7 +180,7 @@ def torch_token(file: Any) -> str | None:
         if file.read(4) != b"PK\x03\x04":
             return None
         file.seek(position)
-        return str(torch._C.PyTorchFileReader(file).serialization_id())
+        return str(PyTorchFileReader(file).serialization_id())
     except RuntimeError:  # a zip file, but not one of torch
         return None
     finally:

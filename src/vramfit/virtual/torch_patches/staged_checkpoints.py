@@ -10,9 +10,11 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
-from vramfit.patching import PatchStack, after_import
+from vramfit.patching import PatchStack
+from vramfit.torch_internals import distributed
+from vramfit.torch_internals.fake_tensors import FakeTensor
+from vramfit.torch_internals.names import change_after_import
 from vramfit.virtual.op_runner import OpRunner
 
 
@@ -20,9 +22,9 @@ def install(mode: OpRunner, patches: PatchStack) -> None:
     """Let virtual tensors be copied to the host whole, page-locked where the program asks for that."""
     del mode
 
-    def change(module: ModuleType) -> None:
-        stager: Any = module.StateDictStager
-        original = stager._offload_tensor
+    def change(module: ModuleType, patches: PatchStack) -> None:
+        del module
+        original = distributed.staged_offload.get()
 
         def offload(self: Any, x: Any, memo: dict[int, Any], non_blocking: bool = False) -> Any:
             if type(x) is not FakeTensor:
@@ -34,6 +36,6 @@ def install(mode: OpRunner, patches: PatchStack) -> None:
             memo[id(x)] = out
             return out
 
-        patches.set(stager, "_offload_tensor", offload)
+        distributed.staged_offload.replace(patches, offload)
 
-    after_import({"torch.distributed.checkpoint._state_dict_stager": change}, patches)
+    change_after_import(distributed.CHECKPOINTS, {distributed.STAGER: change}, patches)

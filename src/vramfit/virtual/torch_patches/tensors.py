@@ -7,26 +7,33 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch._subclasses import fake_tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.jit._builtins import _get_builtin_table
-from torch.utils import _device
 
 from vramfit.patching import PatchStack
+from vramfit.torch_internals import dispatch
+from vramfit.torch_internals.cuda_device import gpu_context
+from vramfit.torch_internals.dispatch import script_builtins
+from vramfit.torch_internals.fake_tensors import (
+    FakeTensor,
+    FakeTensorMode,
+    device_constructors,
+    only_lifts_cpu_tensors,
+    set_only_lift_cpu_tensors,
+)
+from vramfit.torch_internals.tensors import storage_device
 from vramfit.virtual.fake_impls.host import LONGEST_LIST, download, may_be_shortened
 from vramfit.virtual.meter import VirtualRecord
 from vramfit.virtual.op_runner import OpRunner
 
-_DEVICE: Any = torch._C.StorageBase.device  # type: ignore[attr-defined]
+_DEVICE: Any = storage_device
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
 
 
 def install(mode: OpRunner, patches: PatchStack) -> None:
     """Give virtual tensors and storages what programs ask of real ones: host values, addresses, a printed form."""
     # With is_available() true, FakeTensor would create a real CUDA tensor to wake the device up.
-    patches.set(fake_tensor, "init_gpu_context", lambda device: None)
+    gpu_context.replace(patches, lambda device: None)
     # A mismatch of shapes is the program's error and is raised; torch would also log it, with a traceback.
-    patches.set(logging.getLogger(fake_tensor.__name__), "disabled", True)
+    patches.set(logging.getLogger(FakeTensorMode.__module__), "disabled", True)
     _keep_lifting(patches)
     _patch_lists(mode, patches)
     _patch_host_values(mode, patches)
@@ -52,9 +59,9 @@ def _refuse_nested(mode: OpRunner, patches: PatchStack) -> None:
 
 def _keep_lifting(patches: PatchStack) -> None:
     """``torch.tensor(data, device="cuda")`` must make a CPU tensor first and copy it where the mode sees it."""
-    before = torch._C._only_lift_cpu_tensors()
-    torch._C._set_only_lift_cpu_tensors(True)
-    patches.call(lambda: torch._C._set_only_lift_cpu_tensors(before))
+    before = only_lifts_cpu_tensors()
+    set_only_lift_cpu_tensors(True)
+    patches.call(lambda: set_only_lift_cpu_tensors(before))
 
 
 def _patch_lists(mode: OpRunner, patches: PatchStack) -> None:
@@ -62,10 +69,10 @@ def _patch_lists(mode: OpRunner, patches: PatchStack) -> None:
     original: Callable[..., torch.Tensor] = torch.tensor
     as_original: Callable[..., torch.Tensor] = torch.as_tensor
     # torch makes its table of what follows the default device once, of the functions that it finds then.
-    _device._device_constructors()
+    device_constructors()
 
     def real(data: Any) -> Any:
-        torch._C._set_only_lift_cpu_tensors(True)  # kept per thread, and autograd has threads of its own
+        set_only_lift_cpu_tensors(True)  # kept per thread, and autograd has threads of its own
         return _on_host(mode, data) if isinstance(data, (list, tuple)) else data
 
     def tensor(data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -86,7 +93,7 @@ def _patch_lists(mode: OpRunner, patches: PatchStack) -> None:
         torch.Tensor.__setitem__(self, _index(mode, index), value)
 
     patches.rebind([(original, tensor), (as_original, as_tensor)])
-    builtins = _get_builtin_table()  # by which torch.jit.script knows what it need not compile
+    builtins = script_builtins()  # by which torch.jit.script knows what it need not compile
     for before, replaced in ((original, tensor), (as_original, as_tensor)):
         patches.item(builtins, id(replaced), builtins[id(before)])
     patches.set(FakeTensor, "new_tensor", new_tensor)
@@ -230,7 +237,7 @@ def _patch_sharing(mode: OpRunner, patches: PatchStack) -> None:
             "its values were never computed"
         )
 
-    original: Callable[[torch.Tensor], Any] = torch._C._to_dlpack
+    original: Callable[[torch.Tensor], Any] = dispatch.to_dlpack
 
     def to_dlpack(tensor: torch.Tensor) -> Any:
         return dlpack(tensor) if isinstance(tensor, FakeTensor) else original(tensor)

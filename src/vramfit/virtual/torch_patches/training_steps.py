@@ -7,16 +7,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.optim.optimizer import (
-    _foreach_supported_types,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
-from torch.utils import _foreach_utils
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from vramfit.capture.attribution import ProgramPhase
 from vramfit.patching import PatchStack
+from vramfit.torch_internals.autograd_engine import current_graph_task_id, engine_runs
+from vramfit.torch_internals.fake_tensors import FakeTensor
+from vramfit.torch_internals.optimizers import foreach_types, foreach_utility_types
 from vramfit.trace import Category
 from vramfit.virtual.op_runner import OpRunner
 from vramfit.virtual.tensor_subclasses import is_wrapper
@@ -30,11 +27,10 @@ def install(mode: OpRunner, patches: PatchStack) -> None:
 
 def _patch_engine(mode: OpRunner, patches: PatchStack) -> None:
     """Wrap the one function through which ``backward`` and ``grad`` enter the engine, and see the backward phase."""
-    graph = torch.autograd.graph
-    original = graph._engine_run_backward
+    original = engine_runs[0].get()
 
     def run_backward(*args: Any, **kwargs: Any) -> Any:
-        if torch._C._current_graph_task_id() != -1:  # reentrant, as in checkpointing
+        if current_graph_task_id() != -1:  # reentrant, as in checkpointing
             return original(*args, **kwargs)
         mode.meter.remember_backward()
         mode.meter.phases.begin(ProgramPhase.BACKWARD)
@@ -45,8 +41,8 @@ def _patch_engine(mode: OpRunner, patches: PatchStack) -> None:
             tag_gradients(mode)
             mode.meter.phases.end_backward()
 
-    patches.set(graph, "_engine_run_backward", run_backward)
-    patches.set(torch.autograd, "_engine_run_backward", run_backward)
+    for place in engine_runs:
+        place.replace(patches, run_backward)
 
 
 def tag_gradients(mode: OpRunner, parameters: Iterable[torch.Tensor] | None = None) -> None:
@@ -63,7 +59,7 @@ def _patch_optimizers(mode: OpRunner, patches: PatchStack) -> None:
     """Let torch.optim choose foreach and fused as on a card, and follow its steps."""
     # torch.optim takes the foreach path by the tensors' exact type: fake ones would take the slow loop.
     # There are two lists: one for gradient clipping and the like, one for the optimizers' own default.
-    supported: tuple[list[Any], ...] = (_foreach_utils._foreach_supported_types, _foreach_supported_types)
+    supported: tuple[list[Any], ...] = (foreach_utility_types, foreach_types)
     for types in supported:
         types.append(FakeTensor)
         patches.call(partial(types.remove, FakeTensor))
@@ -88,7 +84,7 @@ def _patch_optimizers(mode: OpRunner, patches: PatchStack) -> None:
 
 def _in_backward() -> bool:
     """Whether autograd is at work: optimizers can step in its hooks, one for each parameter."""
-    return bool(torch._C._current_graph_task_id() != -1)
+    return bool(current_graph_task_id() != -1)
 
 
 def tag_states(mode: OpRunner, optimizer: torch.optim.Optimizer) -> None:

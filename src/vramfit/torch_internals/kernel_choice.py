@@ -1,0 +1,46 @@
+"""What decides which kernel runs: flags of the libraries, the order of attention's backends, fused functions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vramfit.torch_internals.names import Feature
+
+_FEATURE = Feature("taking the kernels that the card would take")
+
+addmm_activation: Any = _FEATURE.find("torch._addmm_activation")
+BlasBackend: Any = _FEATURE.find("torch._C._BlasBackend")
+LinalgBackend: Any = _FEATURE.find("torch._C._LinalgBackend")
+fp32_precision: Any = _FEATURE.find("torch._C._get_fp32_precision_getter")
+fused_sdp_choice: Any = _FEATURE.find("torch._fused_sdp_choice")
+get_cudnn_enabled: Any = _FEATURE.find("torch._C._get_cudnn_enabled")
+get_sdp_priority_order: Any = _FEATURE.find("torch._C._get_sdp_priority_order")
+int_mm: Any = _FEATURE.find("torch._int_mm")
+scaled_mm: Any = _FEATURE.find("torch._scaled_mm")
+softmax: Any = _FEATURE.find("torch._softmax")
+
+_SWITCHES: tuple[Any, ...] = tuple(
+    _FEATURE.find(f"torch._C._get_{name}")
+    for name in (
+        "cudnn_enabled",
+        "cudnn_benchmark",
+        "cudnn_deterministic",
+        "deterministic_algorithms",
+        "deterministic_algorithms_warn_only",
+        "flash_sdp_enabled",
+        "mem_efficient_sdp_enabled",
+        "math_sdp_enabled",
+        "cudnn_sdp_enabled",
+        "math_sdp_allow_fp16_bf16_reduction",
+        "sdp_priority_order",
+    )
+)
+
+
+def switches() -> tuple[Any, ...]:
+    """What ``torch.backends`` is set to, by the functions behind it: it is read for every op, and they are quicker."""
+    return (
+        *[switch() for switch in _SWITCHES],
+        fp32_precision("cuda", "matmul"),
+        fp32_precision("cuda", "conv"),
+    )

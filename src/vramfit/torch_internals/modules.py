@@ -1,0 +1,42 @@
+"""``torch.nn``: base classes of layers, hooks of all modules, and the implementations of recurrent layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn.modules.dropout import _DropoutNd
+
+from vramfit.torch_internals.names import Feature
+
+_FEATURE = Feature("telling layers apart")
+
+BatchNorm = _BatchNorm
+NormBase = _NormBase
+ConvNd = _ConvNd
+ConvTransposeNd = _ConvTransposeNd
+DropoutNd = _DropoutNd
+
+global_backward_hooks: Any = _FEATURE.find("torch.nn.modules.module._global_backward_hooks")
+global_forward_hooks: Any = _FEATURE.find("torch.nn.modules.module._global_forward_hooks")
+global_forward_pre_hooks: Any = _FEATURE.find("torch.nn.modules.module._global_forward_pre_hooks")
+rnn_impls: Any = _FEATURE.find("torch.nn.modules.rnn._rnn_impls")
+module_apply = _FEATURE.place("torch.nn.Module._apply")
+
+
+def wraps_compiled(module: nn.Module) -> bool:
+    """Whether a module is what ``torch.compile(module)`` gives (torch/_dynamo/eval_frame.py, ``OptimizedModule``)."""
+    return hasattr(module, "_orig_mod")
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module is compiled, by ``module.compile()`` or by ``torch.compile(module)``."""
+    return module._compiled_call_impl is not None or wraps_compiled(module)
+
+
+def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
+    """Give a module a compiled call, as ``module.compile()`` does; None gives its own back."""
+    module._compiled_call_impl = call

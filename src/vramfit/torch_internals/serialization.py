@@ -1,0 +1,16 @@
+"""``torch.save`` and ``torch.load``: the tables and functions behind them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vramfit.torch_internals.names import Feature
+
+_FEATURE = Feature("checkpoints")
+
+package_registry: Any = _FEATURE.find("torch.serialization._package_registry")
+PyTorchFileReader: Any = _FEATURE.find("torch._C.PyTorchFileReader")
+rebuild_parameter: Any = _FEATURE.find("torch._utils._rebuild_parameter")
+serialization_settings: Any = _FEATURE.find("torch.serialization._serialization_tls")
+rebuild_tensor = _FEATURE.place("torch._utils._rebuild_tensor")
+save_to_zip = _FEATURE.place("torch.serialization._save")
