@@ -59,7 +59,8 @@ OF_OBJECTS = {
 OF_OTHERS = {
     "Python": (
         "_TemporaryFileCloser _USE_CP_SENDFILE _args _args_from_interpreter_flags _bootstrap_inner _current_frames"
-        " _exit _fastcopy_sendfile _fields _getframe _initializing _is_gil_enabled _is_owned _kwargs _mmap _run_exitfuncs"
+        " _exit _fastcopy_sendfile _fields _getframe _initializing _is_gil_enabled _is_owned _kwargs _mmap"
+        " _run_exitfuncs"
         " _shutdown _start_method _target _traces"
     ),
     "other libraries": (
