@@ -13,6 +13,7 @@ are made anew from torch's own source, now that the C class is ours, and bound w
 from __future__ import annotations
 
 import inspect
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import cache
 from types import CodeType, ModuleType
@@ -87,6 +88,9 @@ def _replaced(name: str, new: Any) -> Pairs:
     return [] if old is None else [(old, new)]
 
 
+_REGISTRIES = (dict, OrderedDict, list, set)
+
+
 @cache
 def _code(module: ModuleType) -> CodeType:
     return compile(inspect.getsource(module), str(module.__file__), "exec")
@@ -97,6 +101,11 @@ def _made_anew(module: ModuleType, names: Sequence[str]) -> Pairs:
     fresh = ModuleType(module.__name__)
     fresh.__dict__.update(__package__=module.__package__, __file__=module.__file__)
     exec(_code(module), fresh.__dict__)
+    # What functions that stay register is found by the classes made anew (hooks of graphs, from torch 2.14 on).
+    shared = {
+        name: value for name, value in vars(module).items() if type(value) in _REGISTRIES and name in vars(fresh)
+    }
+    fresh.__dict__.update(shared)
     return [(vars(module)[name], vars(fresh)[name]) for name in names if name in vars(module)]
 
 
