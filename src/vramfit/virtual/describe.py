@@ -33,6 +33,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from vramfit.capture.ops import tensors_in
+from vramfit.torch_internals.fake_tensors import device_of, takes_symbols
 
 # -- Ops that FakeTensorMode cannot describe, or describes wrongly ---------------------------------------------
 
@@ -175,7 +176,7 @@ def is_plain(func: torch._ops.OpOverload) -> bool:
         return False
     if any(argument.alias_info and argument.alias_info.is_write for argument in func._schema.arguments):
         return False
-    if func not in meta_table and not _takes_symbols(func):
+    if func not in meta_table and not takes_symbols(func):
         if func in decomposition_table and torch_decomp_decompositions(func):
             return False
         name = func.name()
@@ -184,11 +185,6 @@ def is_plain(func: torch._ops.OpOverload) -> bool:
     if singleton.find(func.name()).fake_impl.kernel is not None or not has_meta(func):
         return False
     return not any(check(func) for check, _ in op_implementations_checks)
-
-
-def _takes_symbols(func: torch._ops.OpOverload) -> bool:
-    """FakeTensorMode.cpp_meta_supports_symint."""
-    return torch.Tag.view_copy in func.tags or func in FakeTensorMode._cpp_meta_supports_symint
 
 
 def fakes_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[FakeTensor]:
@@ -452,7 +448,7 @@ def _add(values: Any, parts: list[Any], tensors: list[FakeTensor]) -> bool:
             if value.layout is not _STRIDED or value.is_conj() or value.is_neg():
                 return False
             parts.append(
-                (value.shape, value.stride(), value.storage_offset(), value.dtype, value._fake_device)
+                (value.shape, value.stride(), value.storage_offset(), value.dtype, device_of(value))
             )
             tensors.append(value)
         elif kind is int or kind is float or kind is bool:

@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from vramfit.capture.ops import OpTable, identity, kinds_among, tensors_in
 from vramfit.gpus import find_gpu
 from vramfit.patching import PatchStack
+from vramfit.torch_internals.fake_tensors import device_of
 from vramfit.trace import Category, TraceBuilder
 from vramfit.virtual.checks import check_arguments
 from vramfit.virtual.describe import DynamicSizes, SparseOperation, key_of
@@ -70,7 +71,7 @@ class VirtualMode(OpRunner):
         if func is _PRIM_DEVICE:
             kind = type(args[0])
             if kind is FakeTensor:
-                return args[0]._fake_device
+                return device_of(args[0])
             return self.twins.device_of(args[0]) if kind in self.twins else func(*args)
         kwargs = kwargs or {}
         info = self.ops.met.get(identity(func))
