@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from vramfit.patching import PatchStack
+from vramfit.torch_internals.dispatch import refuse_real_tensors
 from vramfit.virtual.machine import Machine
 from vramfit.virtual.torch_cuda.backends import BackendFunctions, patch_backends
 from vramfit.virtual.torch_cuda.base import C, CFunctions, set_machine
@@ -42,6 +43,7 @@ def install(machine: Machine, patches: PatchStack) -> None:
     If this function raises, undo `patches`: what was patched before is in them.
     """
     patches.call(set_machine(machine))
+    patches.call(refuse_real_tensors())
     devices = DeviceFunctions(machine)
     memory = MemoryFunctions(machine)
     backends = BackendFunctions(machine)
