@@ -148,6 +148,24 @@ def test_snapshots_of_a_recorder(machine):
     assert machine.history["max_entries"] == 7
 
 
+def test_later_releases_may_add_arguments_to_the_history(machine):
+    # As torch 2.14 calls it, and with one more.
+    arguments = ("all", "all", "python", 5, False, False, False, ["oom"], False, True, "of a later release")
+    torch._C._cuda_record_memory_history(*arguments)
+    assert machine.history["max_entries"] == 5 and machine.history["skip_actions"] == ("oom",)
+    torch._C._cuda_record_memory_history_legacy(
+        True, True, 6, True, False, False, False, False, [], False, True, "x"
+    )
+    assert machine.history["max_entries"] == 6
+
+
+def test_the_history_of_pinned_memory_alone_records_no_card(machine):
+    arguments = ("all", "all", "python", 5, False, False, False, [])
+    torch._C._cuda_record_memory_history(*arguments, True, False)
+    assert machine.history is None and not torch._C._cuda_isHistoryEnabled()
+    assert [warned.code for warned in machine.warnings] == ["no-host-history"]
+
+
 def test_memory_pools(machine):
     pool = torch.cuda.MemPool()
     other = torch.cuda.MemPool()

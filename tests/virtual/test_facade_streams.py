@@ -167,3 +167,73 @@ def test_capture_wants_a_side_stream_and_an_empty_graph(machine):
         pass
     with torch.cuda.stream(torch.cuda.Stream()), pytest.raises(RuntimeError, match="already owns"):
         graph.capture_begin()
+
+
+def test_a_capture_ends_in_two_halves(machine):
+    # As torch.cuda.CUDAGraph does from torch 2.14 on; the base class is what it calls.
+    graph = torch._C._CUDAGraph(True)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        graph.capture_begin()
+        machine.advance(700)
+        graph.capture_end_pre()
+        assert not torch.cuda.is_current_stream_capturing() and not graph._has_graph_exec
+        graph.instantiate()
+        graph.capture_end_post()
+    assert graph._has_graph_exec
+    before = machine.clock_us
+    graph.replay()
+    assert machine.clock_us - before == pytest.approx(700)
+
+
+def test_a_graph_holds_the_pools_that_were_used_in_its_capture(machine):
+    allocator = machine.devices[0].allocator
+    graph, pool = torch._C._CUDAGraph(), torch.cuda.graph_pool_handle()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        graph.capture_begin()
+        torch._C._cuda_beginAllocateCurrentThreadToPool(0, pool)
+        torch._C._CUDAGraph.get_currently_capturing_graph()._retain_pool(pool)
+        allocator.free(allocator.malloc(1 << 20))
+        torch._C._cuda_endAllocateToPool(0, pool)
+        torch._C._cuda_releasePool(0, pool)
+        graph.capture_end()
+    assert graph.pools() == [graph.pool(), pool]
+    torch.cuda.empty_cache()
+    assert allocator.reserved_bytes > 0
+    graph.reset()
+    torch.cuda.empty_cache()
+    assert allocator.reserved_bytes == 0
+
+
+def test_what_depends_on_a_condition_is_captured_on_a_stream_of_its_own(machine):
+    graph = torch._C._CUDAGraph()
+    with pytest.raises(RuntimeError, match="not currently capturing"):
+        torch._C._CUDAGraph.get_currently_capturing_graph()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        graph.capture_begin()
+        around = torch.cuda.current_stream()
+        machine.advance(100)
+        graph.begin_capture_to_if_node(None)
+        assert torch.cuda.current_stream() != around and torch.cuda.is_current_stream_capturing()
+        assert torch._C._CUDAGraph.get_currently_capturing_graph() is graph
+        machine.advance(200)
+        graph.end_capture_to_conditional_node()
+        assert torch.cuda.current_stream() == around
+        machine.advance(300)
+        graph.capture_end()
+    before = machine.clock_us
+    graph.replay()
+    assert machine.clock_us - before == pytest.approx(600)
+    with pytest.raises(RuntimeError, match="conditional node"):
+        graph.end_capture_to_conditional_node()
+
+
+def test_classes_made_anew_share_what_functions_register(machine):
+    if not hasattr(torch.cuda.graphs, "register_graph_capture_start_hook"):
+        pytest.skip("torch calls hooks of all graphs from 2.14 on")
+    seen = []
+    handle = torch.cuda.graphs.register_graph_capture_start_hook(seen.append)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        pass
+    handle.remove()
+    assert seen == [graph]

@@ -25,6 +25,7 @@ c10d: Any = _GROUPS.find("torch._C._distributed_c10d")
 FakeProcessGroup: Any = _GROUPS.find("torch._C._distributed_c10d.FakeProcessGroup")
 HashStore: Any = _GROUPS.find("torch._C._distributed_c10d.HashStore")
 Logger: Any = _GROUPS.find("torch._C._distributed_c10d.Logger")
+Reducer: Any = _GROUPS.find("torch._C._distributed_c10d.Reducer")
 AsyncCollectiveTensor: Any = _GROUPS.find("torch.distributed._functional_collectives.AsyncCollectiveTensor")
 
 resolve_process_group: Any = _GROUPS.find("torch._C._distributed_c10d._resolve_process_group")

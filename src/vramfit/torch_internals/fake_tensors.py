@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any, cast
 
+import torch
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
 from torch._subclasses.fake_tensor import DynamicOutputShapeException as DynamicOutputShapeException
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
@@ -30,5 +34,17 @@ stride_incorrect_op: Any = _FEATURE.find("torch._subclasses.fake_impls.stride_in
 suggest_memory_format: Any = _FEATURE.find("torch._prims_common.suggest_memory_format")
 torch_decomp_decompositions: Any = _FEATURE.find("torch._subclasses.fake_tensor.torch_decomp_decompositions")
 
-ops_with_symbols: Any = FakeTensorMode._cpp_meta_supports_symint
-"""Ops whose kernel for the meta device takes symbolic sizes."""
+# Until 2.11 an attribute; since 2.12 a property (`FakeTensor.fake_device`) that reads the attribute `_fake_device`.
+_DEVICE = "_fake_device" if isinstance(getattr(FakeTensor, "fake_device", None), property) else "fake_device"
+
+device_of: Callable[[FakeTensor], torch.device] = attrgetter(_DEVICE)
+"""The device that a fake tensor is said to be on, without a call of Python's: asked some ten times per operation."""
+
+
+def takes_symbols(func: OpOverload) -> bool:
+    """Whether torch runs the meta kernel written in C++ of an op on symbolic sizes too.
+
+    A method that reads the class alone (``FakeTensorMode.cpp_meta_supports_symint``): since 2.15 its list stands in
+    torch/_meta_registrations.py.
+    """
+    return FakeTensorMode.cpp_meta_supports_symint(cast(Any, FakeTensorMode), func)

@@ -30,13 +30,14 @@ from vramfit.torch_internals.fake_tensors import (
     FakeTensor,
     FakeTensorMode,
     decomposition_table,
+    device_of,
     has_meta,
     in_kernel_invocation_manager,
     meta_table,
     op_implementations_checks,
-    ops_with_symbols,
     set_throw_on_mutable_data_ptr,
     stride_incorrect_op,
+    takes_symbols,
     torch_decomp_decompositions,
 )
 from vramfit.torch_internals.kernel_choice import get_cudnn_enabled
@@ -183,7 +184,7 @@ def is_plain(func: OpOverload) -> bool:
         return False
     if any(argument.alias_info and argument.alias_info.is_write for argument in func._schema.arguments):
         return False
-    if func not in meta_table and not _takes_symbols(func):
+    if func not in meta_table and not takes_symbols(func):
         if func in decomposition_table and torch_decomp_decompositions(func):
             return False
         name = func.name()
@@ -192,11 +193,6 @@ def is_plain(func: OpOverload) -> bool:
     if fake_kernel_of(func.name()) is not None or not has_meta(func):
         return False
     return not any(check(func) for check, _ in op_implementations_checks)
-
-
-def _takes_symbols(func: OpOverload) -> bool:
-    """FakeTensorMode.cpp_meta_supports_symint."""
-    return torch.Tag.view_copy in func.tags or func in ops_with_symbols
 
 
 def fakes_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[FakeTensor]:
@@ -459,9 +455,7 @@ def _add(values: Any, parts: list[Any], tensors: list[FakeTensor]) -> bool:
         if kind is FakeTensor:
             if value.layout is not _STRIDED or value.is_conj() or value.is_neg():
                 return False
-            parts.append(
-                (value.shape, value.stride(), value.storage_offset(), value.dtype, value._fake_device)
-            )
+            parts.append((value.shape, value.stride(), value.storage_offset(), value.dtype, device_of(value)))
             tensors.append(value)
         elif kind is int or kind is float or kind is bool:
             parts.append(kind)

@@ -27,7 +27,7 @@ from vramfit.patching import PatchStack
 from vramfit.torch_internals import cuda_device
 from vramfit.torch_internals.autograd_engine import current_graph_task_id
 from vramfit.torch_internals.dispatch import DispatchKey, OpOverload
-from vramfit.torch_internals.fake_tensors import FakeTensor
+from vramfit.torch_internals.fake_tensors import FakeTensor, device_of
 from vramfit.trace import Category, TraceBuilder
 from vramfit.virtual.checks import check_arguments
 from vramfit.virtual.describe import DynamicSizes, SparseOperation, key_of
@@ -72,7 +72,7 @@ class VirtualMode(OpRunner):
         if func is _PRIM_DEVICE:
             kind = type(args[0])
             if kind is FakeTensor:
-                return args[0]._fake_device
+                return device_of(args[0])
             return self.twins.device_of(args[0]) if kind in self.twins else func(*args)
         kwargs = kwargs or {}
         info = self.ops.met.get(identity(func))

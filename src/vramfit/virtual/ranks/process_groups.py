@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d
 from vramfit.errors import UsageError
 from vramfit.patching import PatchStack
 from vramfit.torch_internals import distributed as internals
-from vramfit.torch_internals.distributed import FakeProcessGroup, HashStore, Logger, make_fake_group
+from vramfit.torch_internals.distributed import FakeProcessGroup, HashStore, Logger, Reducer, make_fake_group
 from vramfit.virtual.op_runner import OpRunner
 from vramfit.virtual.ranks.communicators import Communicators
 from vramfit.virtual.ranks.rank_place import RankPlace
@@ -104,9 +104,7 @@ def install(mode: OpRunner, place: RankPlace, communicators: Communicators, patc
     _patch_backends(mode, place, communicators, patches)
     _patch_splitting(patches)
     _note_batches(communicators, patches)
-    # DDP's own timings come from CUDA events in C++, which a CPU build lacks; they say nothing here. All else of its
-    # reducer is C++ that runs as it is: its buckets and ``c10d::allreduce_`` come through the dispatcher.
-    patches.set(Logger, "set_runtime_stats_and_log", lambda self: None)
+    _leave_untimed(patches)
     _destroy_afterwards(communicators, patches)
 
 
@@ -130,6 +128,17 @@ def check_world(world_size: int, rank: int, place: RankPlace) -> None:
         f"{place.world_size}",
         "Let it read RANK and WORLD_SIZE from its environment, as torchrun sets them, or give both the same",
     )
+
+
+def _leave_untimed(patches: PatchStack) -> None:
+    """Let DDP take no times: its timer records CUDA events in C++, which reach the runtime, and they say nothing here.
+
+    ``Reducer::prepare_for_forward`` (torch/csrc/distributed/c10d/reducer.cpp) counts iterations, which decide when
+    times are taken and nothing else, and takes the first; a reducer that has counted none takes no others. All else of it is
+    C++ that runs as it is: its buckets and ``c10d::allreduce_`` come through the dispatcher.
+    """
+    patches.set(Logger, "set_runtime_stats_and_log", lambda self: None)
+    patches.set(Reducer, "prepare_for_forward", lambda self: None)
 
 
 def _patch_stores(mode: OpRunner, place: RankPlace, patches: PatchStack) -> None:
@@ -192,7 +201,8 @@ def _patch_backends(
             return handles.make(cls, rank, size)
 
     class Gloo(ProcessGroupGloo):
-        def __new__(cls, store: Any, rank: int, size: int, timeout: Any = None) -> Any:
+        def __new__(cls, store: Any, rank: int, size: int, *args: Any, **kwargs: Any) -> Any:
+            # A timeout; from torch 2.14 on also whether the group may be configured anew.
             return handles.make(cls, rank, size)
 
     Nccl.__name__ = Nccl.__qualname__ = "ProcessGroupNCCL"

@@ -21,6 +21,12 @@ _graph_pools = itertools.count(1)
 _user_pools = itertools.count(1)
 
 
+# The graphs that record, by device and stream (ATen/cuda/CUDAGraph.cpp: _currently_capturing_graphs).
+_capturing: weakref.WeakValueDictionary[tuple[int, int], CUDAGraphBase] = weakref.WeakValueDictionary()
+# Numbers of the streams that bodies of conditions are recorded on; twice one is the address of an external stream.
+_body_streams = itertools.count(0x2AC1_8000_0000)
+
+
 def new_pool_id(*, user_created: bool) -> PoolId:
     """A fresh pool id (ATen/cuda/MemPool.cpp): users' pools count in the second number."""
     return (0, next(_user_pools)) if user_created else (next(_graph_pools), 0)
@@ -31,6 +37,11 @@ def _when_gone(holder: object, function: Callable[..., object], *args: object) -
     finalizer = weakref.finalize(holder, function, *args)
     finalizer.atexit = False
     return finalizer
+
+
+def _release_all(allocator: CachingAllocator, pools: list[PoolId]) -> None:
+    while pools:
+        allocator.release_pool(pools.pop())
 
 
 class PoolFunctions(CFunctions):
@@ -61,9 +72,12 @@ class CUDAGraphBase:
     _keep_graph: bool
     _device: int
     _pool: PoolId | None
+    _pools: list[PoolId]
     _capturing: tuple[int, int] | None
+    _bodies: list[tuple[int, int]]
     _began_us: float
     _duration_us: float | None
+    _has_graph_exec: bool
     _release: Callable[[], object]
 
     def __new__(cls, keep_graph: bool = False) -> CUDAGraphBase:
@@ -72,9 +86,12 @@ class CUDAGraphBase:
         self._keep_graph = keep_graph
         self._device = 0
         self._pool = None
+        self._pools = []
         self._capturing = None
+        self._bodies = []
         self._began_us = 0.0
         self._duration_us = None
+        self._has_graph_exec = False
         return self
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -102,16 +119,27 @@ class CUDAGraphBase:
         self._device = device
         self._pool = new_pool_id(user_created=False) if pool is None else (pool[0], pool[1])
         self._capturing = (device, stream)
+        _capturing[self._capturing] = self
         self._began_us = machine.clock_us
         machine.begin_capture(device, stream)
         allocator = machine.devices[device].allocator
         allocator.begin_pool(self._pool)
         allocator.mark_capture_begin()
-        # The graph holds its pool until it is reset or gone.
-        self._release = _when_gone(self, allocator.release_pool, self._pool)
+        # The graph holds its pools until it is reset or gone.
+        self._pools = [self._pool]
+        self._release = _when_gone(self, _release_all, allocator, self._pools)
 
     def capture_end(self) -> None:
-        """End the recording.
+        """End the recording; torch's own Python takes its two halves one by one from 2.14 on.
+
+        Raises:
+            RuntimeError: none is under way.
+        """
+        self.capture_end_pre()
+        self.capture_end_post()
+
+    def capture_end_pre(self) -> None:
+        """End the recording and let what was recorded be looked at.
 
         Raises:
             RuntimeError: none is under way.
@@ -120,14 +148,73 @@ class CUDAGraphBase:
             raise RuntimeError("capture_end called before capture_begin")
         machine = installed_machine()
         machine.end_capture(*self._capturing)
+        _capturing.pop(self._capturing, None)
         self._capturing = None
         allocator = machine.devices[self._device].allocator
         allocator.mark_capture_end()
         allocator.end_pool(self._pool)
         self._duration_us = machine.clock_us - self._began_us
 
+    def capture_end_post(self) -> None:
+        """Give up the recording's template, where it was not to be kept: here there is none."""
+
+    @staticmethod
+    def get_currently_capturing_graph() -> CUDAGraphBase:
+        """The graph that records the current stream.
+
+        Raises:
+            RuntimeError: none does.
+        """
+        machine = installed_machine()
+        device = machine.current_device
+        graph = _capturing.get((device, machine.current_stream(device)))
+        if graph is None:
+            raise RuntimeError("The current stream is not currently capturing.")
+        return graph
+
+    def begin_capture_to_if_node(self, scalar_cuda_pred_tensor: object) -> None:
+        """Begin to record what is run where a condition holds: it is run, on a stream of its own."""
+        self._begin_body()
+
+    def begin_capture_to_while_node(self, scalar_cuda_pred_tensor: object) -> None:
+        """Begin to record what is run while a condition holds: it is run once."""
+        self._begin_body()
+
+    def set_conditional_handle_for_current_node(self, scalar_cuda_pred_tensor: object) -> None:
+        """Take the condition's new value: here bodies run once, whatever it is."""
+
+    def end_capture_to_conditional_node(self) -> None:
+        """End the recording of what depends on a condition.
+
+        Raises:
+            RuntimeError: none is under way.
+        """
+        if not self._bodies:
+            raise RuntimeError("Missing capture ID for conditional node.")
+        machine = installed_machine()
+        before, body = self._bodies.pop()
+        machine.end_capture(self._device, body)
+        machine.devices[self._device].allocator.mark_capture_end()
+        _capturing.pop((self._device, body), None)
+        machine.set_stream(before, self._device)
+        machine.clock.hold(self._device, before, machine.clock.reached(self._device, body))
+
+    def _begin_body(self) -> None:
+        # CUDAGraph::begin_capture_to_conditional_node: a fresh stream of the same pool, current until the body ends
+        if self._capturing is None:
+            raise RuntimeError("capture_begin() must be called before begin_capture_to_conditional_node()")
+        machine = installed_machine()
+        before, body = machine.current_stream(self._device), 2 * next(_body_streams)
+        self._bodies.append((before, body))
+        _capturing[self._device, body] = self
+        machine.begin_capture(self._device, body)
+        machine.devices[self._device].allocator.mark_capture_begin()
+        machine.set_stream(body, self._device)
+        machine.clock.hold(self._device, body, machine.clock.reached(self._device, before))
+
     def instantiate(self) -> None:
         """Make it ready to replay."""
+        self._has_graph_exec = True
 
     def replay(self) -> None:
         """Run the recording again: nothing is allocated, only its time passes.
@@ -143,6 +230,7 @@ class CUDAGraphBase:
         """Give up the recording; its pool goes back to the card when its last tensor is gone."""
         if self._pool is not None and self._duration_us is not None:
             self._pool = self._duration_us = None
+            self._has_graph_exec = False
             self._release()
 
     def pool(self) -> PoolId:
@@ -154,6 +242,23 @@ class CUDAGraphBase:
         if self._pool is None:
             raise RuntimeError("Called CUDAGraph::pool() without a preceding successful capture.")
         return self._pool
+
+    def pools(self) -> list[PoolId]:
+        """The ids of all pools that it holds.
+
+        Raises:
+            RuntimeError: nothing was recorded.
+        """
+        if self._pool is None:
+            raise RuntimeError("Called CUDAGraph::pools() without a preceding successful capture.")
+        return list(self._pools)
+
+    def _retain_pool(self, pool: PoolId) -> None:
+        """Hold another pool, in which the recording has memory, until the graph is reset or gone."""
+        found = (pool[0], pool[1])
+        if found not in self._pools:
+            installed_machine().devices[self._device].allocator.create_pool(found)
+            self._pools.append(found)
 
     def register_generator_state(self, generator: Any) -> None:
         """Let the recording use a generator: its offsets are the program's own here."""

@@ -13,6 +13,7 @@ are made anew from torch's own source, now that the C class is ours, and bound w
 from __future__ import annotations
 
 import inspect
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import cache
 from types import CodeType, ModuleType
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 
 from vramfit.patching import PatchStack
+from vramfit.torch_internals.real_tensors import refuse_real_tensors
 from vramfit.virtual.machine import Machine
 from vramfit.virtual.torch_cuda.backends import BackendFunctions, patch_backends
 from vramfit.virtual.torch_cuda.base import C, CFunctions, set_machine
@@ -41,6 +43,7 @@ def install(machine: Machine, patches: PatchStack) -> None:
     If this function raises, undo `patches`: what was patched before is in them.
     """
     patches.call(set_machine(machine))
+    patches.call(refuse_real_tensors())
     devices = DeviceFunctions(machine)
     memory = MemoryFunctions(machine)
     backends = BackendFunctions(machine)
@@ -88,6 +91,9 @@ def _replaced(name: str, new: Any) -> Pairs:
     return [] if old is None else [(old, new)]
 
 
+_REGISTRIES = (dict, OrderedDict, list, set)
+
+
 @cache
 def _code(module: ModuleType) -> CodeType:
     return compile(inspect.getsource(module), str(module.__file__), "exec")
@@ -98,6 +104,13 @@ def _made_anew(module: ModuleType, names: Sequence[str]) -> Pairs:
     fresh = ModuleType(module.__name__)
     fresh.__dict__.update(__package__=module.__package__, __file__=module.__file__)
     exec(_code(module), fresh.__dict__)
+    # What functions that stay register is found by the classes made anew (hooks of graphs, from torch 2.14 on).
+    shared = {
+        name: value
+        for name, value in vars(module).items()
+        if type(value) in _REGISTRIES and name in vars(fresh)
+    }
+    fresh.__dict__.update(shared)
     return [(vars(module)[name], vars(fresh)[name]) for name in names if name in vars(module)]
 
 

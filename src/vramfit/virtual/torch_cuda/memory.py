@@ -149,7 +149,17 @@ class MemoryFunctions(CFunctions):
         compile_context: bool = False,
         global_record_annotations: bool = False,
         skip_actions: Sequence[str] = (),
+        record_pinned_host_memory: bool = False,
+        record_cuda: bool = True,
+        *later: object,
     ) -> None:
+        # From 2.14 on a history may be that of pinned memory, beside the card's or alone (memory_snapshot.cpp).
+        if record_pinned_host_memory:
+            self.machine.warn(
+                "no-host-history", "The history of pinned host memory is not recorded on the virtual GPU"
+            )
+        if not record_cuda:
+            return
         arguments: dict[str, Any] = {
             "enabled": enabled,
             "context": context,
@@ -173,6 +183,7 @@ class MemoryFunctions(CFunctions):
         compile_context: bool = False,
         global_record_annotations: bool = False,
         skip_actions: Sequence[str] = (),
+        *later: Any,
     ) -> None:
         self._cuda_record_memory_history(
             "all" if enabled else None,
@@ -183,6 +194,7 @@ class MemoryFunctions(CFunctions):
             compile_context,
             global_record_annotations,
             skip_actions,
+            *later,
         )
 
     def _cuda_isHistoryEnabled(self) -> bool:
