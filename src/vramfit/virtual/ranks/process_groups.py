@@ -134,8 +134,8 @@ def _leave_untimed(patches: PatchStack) -> None:
     """Let DDP take no times: its timer records CUDA events in C++, which reach the runtime, and they say nothing here.
 
     ``Reducer::prepare_for_forward`` (torch/csrc/distributed/c10d/reducer.cpp) counts iterations, which decide when
-    times are taken and nothing else, and takes the first; a reducer that has counted none takes no others. All else of it is
-    C++ that runs as it is: its buckets and ``c10d::allreduce_`` come through the dispatcher.
+    times are taken and nothing else, and takes the first; a reducer that has counted none takes no others. All else of
+    it is C++ that runs as it is: its buckets and ``c10d::allreduce_`` come through the dispatcher.
     """
     patches.set(Logger, "set_runtime_stats_and_log", lambda self: None)
     patches.set(Reducer, "prepare_for_forward", lambda self: None)
