@@ -40,8 +40,19 @@ import lazy_loader
 __version__ = "0.1.0"
 
 # They are imported at first use: `import vramfit` must not import torch. They are listed in `__init__.pyi`.
-__getattr__, _, __all__ = lazy_loader.attach_stub(__name__, __file__)
+_imported, _, __all__ = lazy_loader.attach_stub(__name__, __file__)
 __all__ += ["__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    try:
+        return _imported(name)
+    except (AttributeError, ImportError):
+        if name in __all__:  # a torch that is too old lacks what its modules import
+            from vramfit.torch_internals.releases import refuse_older
+
+            refuse_older()
+        raise
 
 
 def __dir__() -> list[str]:

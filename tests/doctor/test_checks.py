@@ -397,6 +397,12 @@ def test_old_python_and_torch() -> None:
     assert one(facts, "torch-version").severity is Severity.ERROR
 
 
+def test_a_torch_that_was_never_tried() -> None:
+    newer = replace(QUIET_BOX, torch=replace(TORCH, version="2.99.0.dev20290101+cu150"))
+    assert one(newer, "torch-version").severity is Severity.INFO
+    assert not found(QUIET_BOX, "torch-version")
+
+
 def test_a_self_check_that_fails_or_runs_elsewhere() -> None:
     assert one(replace(QUIET_BOX, virtual_error="no guard"), "virtual-gpu").severity is Severity.ERROR
     arm = replace(QUIET_BOX, host=replace(HOST, machine="aarch64"))

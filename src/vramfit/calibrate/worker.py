@@ -25,6 +25,7 @@ from vramfit.gpus import GpuSpec
 from vramfit.launch.job import Failure
 from vramfit.launch.starting import python_command, start
 from vramfit.plain import from_plain, to_plain
+from vramfit.torch_internals.releases import refuse_older
 
 if TYPE_CHECKING:
     from vramfit.calibrate.measure import CaseMeter
@@ -93,6 +94,7 @@ class Child:
         """
         if self._process is not None and self._process.poll() is None:
             return
+        refuse_older()
         self.starts += 1
         self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  it lives as long as the child
         command = python_command("vramfit.calibrate.worker", json.dumps(to_plain(self._config)))

@@ -138,8 +138,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
         except (
             Exception
         ):  # the last place where a bug of ours can be kept apart from a failure of the user's program
-            print_bug()
-            raise SystemExit(INTERNAL_ERROR) from None
+            raise SystemExit(_tell_failure()) from None
+
+
+def _tell_failure() -> int:
+    """Say that this torch is too old, if it is, for then our own modules fail on it; else that this is a bug."""
+    from vramfit.torch_internals.releases import refuse_older
+
+    try:
+        refuse_older()
+    except VramfitError as error:
+        print_error(error)
+        return error.exit_code
+    print_bug()
+    return INTERNAL_ERROR
 
 
 def _run(arguments: Sequence[str] | None, output: GuardedStream) -> None:

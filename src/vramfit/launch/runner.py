@@ -19,6 +19,7 @@ from vramfit.launch.program_job import PARTIAL, ProgramJob, load_run
 from vramfit.launch.starting import own_options, python_command
 from vramfit.launch.status import ChildState, Order, Status, read_status, write_order
 from vramfit.launch.stopping import ORDERS
+from vramfit.torch_internals import releases
 from vramfit.trace import Run, read_any
 from vramfit.trace.outcome import End, Progress
 from vramfit.trace.partial import partial_run
@@ -146,12 +147,14 @@ def run_job(
         cwd: folder to run in; None for the current one.
 
     Raises:
-        EnvironmentUnfitError: this torch or this machine cannot run the job as asked.
+        EnvironmentUnfitError: this torch or this machine cannot run the job as asked; no child is started for a torch
+            that is too old.
         UsageError: the child found something wrong with its settings.
         VramfitError: the child died before it left results; the message says how.
         KeyboardInterrupt: the child was interrupted before the program started.
         SystemExit: the child was ended by SIGTERM before the program started.
     """
+    releases.refuse_older()
     folder = Path(job.folder)
     with passed_on(folder) as signals:
         supervisor = Supervisor(folder, job.limits, signals)
@@ -217,7 +220,7 @@ def _explain(stage: Stage | None, code: int) -> VramfitError:
     if stage is Stage.CHECKING:
         return EnvironmentUnfitError(
             f"the self-check of the virtual GPU {how}: this torch build cannot carry it",
-            "Use a torch release from 2.11 on, from PyPI, on Linux; or report this version.",
+            releases.ADVICE,
         )
     if stage is Stage.RUNNING:
         error = VramfitError(
@@ -226,6 +229,8 @@ def _explain(stage: Stage | None, code: int) -> VramfitError:
         )
         error.exit_code = 128 - code if code < 0 else code or 1
         return error
+    missing = releases.installed_version() is None
     return VramfitError(
-        f"the child interpreter {how} before the program started", "Is torch installed beside vramfit?"
+        f"the child interpreter {how} before the program started",
+        "Is torch installed beside vramfit?" if missing else "The lines above say why.",
     )

@@ -35,6 +35,7 @@ from vramfit.planner.planner_job import (
     VerifyValuesJob,
 )
 from vramfit.planner.search_evidence import earlier_searches
+from vramfit.torch_internals.releases import refuse_older
 from vramfit.workload import split_target
 
 if TYPE_CHECKING:
@@ -327,6 +328,7 @@ def run_task(job: PlannerJob, kind: type[Found], progress: Progress | None) -> A
             earlier_searches(folder, job) if isinstance(job, PlanJob) and device == "cuda" else nullcontext()
         )
         with keeping, attended(policy), passed_on(folder) as signals, listening(folder, progress):
+            refuse_older()
             command = child_command(folder, device)
             output = subprocess.DEVNULL if sys.stderr is None else _STANDARD_ERROR  # closed from the start
             code = run_child(command, signals, stdout=output, env=_environ(job.memory))

@@ -50,6 +50,7 @@ from vramfit.record.recorder import (
     Recorder,
     Subjects,
     error_line,
+    release_warnings,
     running,
     watch,
 )
@@ -438,7 +439,7 @@ class CardRecorder(Recorder):
             trace=trace,
             devices=tuple(self._device_outcome(trace, device) for device in trace.devices),
             oom=oom,
-            warnings=tuple(warnings),
+            warnings=(*release_warnings(), *warnings),
             ops=0,
             seconds_simulated=0.0,
             seconds_wall=time.perf_counter() - self._started,

@@ -29,6 +29,7 @@ from vramfit.record.recorder import (
     Recorder,
     Subjects,
     error_line,
+    release_warnings,
     running,
     watch,
 )
@@ -342,7 +343,7 @@ class CpuRecorder(Recorder):
                 ),
             ),
             oom=meter.unhandled_oom() if ended_by_it else meter.oom,
-            warnings=(),
+            warnings=release_warnings(),
             ops=meter.ops,
             seconds_simulated=0.0,
             seconds_wall=time.perf_counter() - self._started,

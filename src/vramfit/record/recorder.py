@@ -26,8 +26,9 @@ from vramfit.errors import UsageError
 from vramfit.launch.stopping import StepSink
 from vramfit.patching import PatchStack
 from vramfit.runtime.watching.torch_figures import FigureSource
+from vramfit.torch_internals import releases
 from vramfit.torch_internals.autograd_engine import current_graph_task_id, engine_runs
-from vramfit.trace import Run
+from vramfit.trace import Run, RunWarning
 
 T = TypeVar("T")
 Models: TypeAlias = nn.Module | Mapping[str, nn.Module] | Sequence[nn.Module] | None
@@ -161,6 +162,12 @@ running: list[Recorder] = []
 def error_line(error: BaseException | None) -> str | None:
     """An exception as one line of a run."""
     return None if error is None else f"{type(error).__name__}: {error}"
+
+
+def release_warnings() -> tuple[RunWarning, ...]:
+    """What a recording says of a torch that is newer than any that was tried."""
+    told = releases.untried()
+    return () if told is None else (RunWarning(code=releases.UNTRIED, message=told, location=None, count=1),)
 
 
 # -- Watchers: see NOTE [Watching a program] -----------------------------------------------------------------

@@ -16,6 +16,7 @@ from vramfit.errors import EnvironmentUnfitError, UsageError, VramfitError
 from vramfit.gpus import GpuSpec
 from vramfit.launch.job import Job, failure_of, has_answered, listening, result_of
 from vramfit.launch.starting import call
+from vramfit.torch_internals.releases import refuse_older
 from vramfit.trace import Run, RunWarning, Source
 from vramfit.virtual.virtual_run import VirtualRun, run_in_child
 from vramfit.workload import split_target
@@ -264,6 +265,7 @@ def _spawn(file: str, alloc_conf: str | None) -> None:
     environ = dict(os.environ)
     if alloc_conf is not None:
         environ["PYTORCH_CUDA_ALLOC_CONF"] = environ["PYTORCH_ALLOC_CONF"] = alloc_conf
+    refuse_older()
     # Not by `python_command`: workloads may import what lies in the current folder.
     code = call([sys.executable, "-m", "vramfit.stress.rounds", file], env=environ)
     if code:

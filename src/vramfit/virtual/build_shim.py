@@ -34,6 +34,7 @@ from pathlib import Path
 import torch
 
 from vramfit.errors import EnvironmentUnfitError
+from vramfit.torch_internals import releases
 
 _CUDA_DEVICE_TYPE = 1  # c10/core/DeviceType.h: DeviceType::CUDA
 _REGISTRY_SYMBOL = "_ZN3c104impl26device_guard_impl_registryE"
@@ -83,7 +84,7 @@ def install() -> None:
         _put_back(done)
         raise EnvironmentUnfitError(
             f"torch {torch.__version__} on {sys.platform} does not export what the virtual GPU needs ({error})",
-            "Use a torch release from 2.11 on, from PyPI, on Linux; or report this version.",
+            releases.ADVICE,
         ) from error
     _originals = done
 

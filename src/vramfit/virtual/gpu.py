@@ -35,7 +35,7 @@ from vramfit.files.protection import standing
 from vramfit.gpus import GpuSpec, find_gpu
 from vramfit.gpus.measured_profile import MeasuredProfile, chosen_profile, profile_doubt
 from vramfit.patching import PatchStack, together
-from vramfit.torch_internals import names
+from vramfit.torch_internals import names, releases
 from vramfit.trace import (
     Category,
     CudnnNote,
@@ -184,6 +184,8 @@ class VirtualGPU:
             build_shim.self_check()
             if note := build_shim.platform_note():
                 self._machine.warn("platform-not-run", note)
+            if told := releases.untried():
+                self._machine.warn(releases.UNTRIED, told)
             self.mode.exclusive_counts = exclusive_counts()
             self._start_asking()
             self._started = time.perf_counter()
@@ -553,8 +555,7 @@ def check_interpreter() -> None:
     """
     if _active is not None:
         raise EnvironmentUnfitError("a virtual GPU is active already", "Leave its block first.")
-    if parse_torch_version(torch.__version__) < (2, 11):
-        raise EnvironmentUnfitError(f"torch {torch.__version__} is too old", "Install torch 2.11 or later.")
+    releases.refuse_older()
     if torch.cuda.is_initialized():
         raise EnvironmentUnfitError(
             "this process uses a real GPU already",

@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator, Sequence
 
 from vramfit.doctor.facts import Check, Facts, Finding, FindingArea, TorchDevice
+from vramfit.torch_internals.releases import ADVICE, NEWEST_TRIED, OLDEST, dotted
 
-_OLDEST_TORCH = (2, 11)
 _PYTHONS = ((3, 11), (3, 13))
 _TESTED = ("Linux", "x86_64")
 """System and machine on which the virtual GPU is tested."""
@@ -40,12 +40,19 @@ def check_torch(facts: Facts) -> Iterator[Finding]:
         return
     build = f"CUDA {torch.cuda}" if torch.cuda else f"ROCm {torch.hip}" if torch.hip else "CPU only"
     described = f"torch {torch.version} ({build})"
-    if torch.version_pair < _OLDEST_TORCH:
+    if torch.version_pair < OLDEST:
         yield FindingArea.TORCH.error(
             "torch-version",
             described,
-            why="vramfit reads torch's own interfaces as they are from 2.11 on",
+            why=f"vramfit reads torch's own interfaces as they are from {dotted(OLDEST)} on",
             fix="pip install --upgrade torch",
+        )
+    elif torch.version_pair > NEWEST_TRIED:
+        yield FindingArea.TORCH.info(
+            "torch-version",
+            described,
+            why=f"vramfit was tried with releases up to {dotted(NEWEST_TRIED)}; each run on this one says so",
+            fix="Look for a newer vramfit, or compare a run with a recording of your card",
         )
     newest = facts.driver.cuda_version if facts.driver else None
     if torch.cuda is None and torch.hip is None and facts.cards:
@@ -155,7 +162,7 @@ def check_virtual(facts: Facts) -> Iterator[Finding]:
             "virtual-gpu",
             f"its self-check failed: {facts.virtual_error}",
             why="vramfit run --gpu, the planner and the tests on virtual cards cannot run in this interpreter",
-            fix="Use a torch release from 2.11 on, from PyPI, on Linux; or report this version",
+            fix=ADVICE.removesuffix("."),
         )
     elif (facts.host.system, facts.host.machine) != _TESTED:
         yield FindingArea.VIRTUAL.info(
