@@ -20,8 +20,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.complete
 # record.py and plans_on_card.py need a card.
 BENCHMARKS = $(sort $(filter-out benchmarks/_% benchmarks/record.py benchmarks/plans_on_card.py,$(wildcard benchmarks/*.py)))
-# strangers.py needs a folder for clones; house_pages.py and nccl_tables.py write into the repository.
-STUDIES = $(sort $(filter-out studies/strangers.py studies/house_pages.py studies/nccl_tables.py,$(wildcard studies/*.py)))
+# strangers.py and python_from_debian.py need a folder; house_pages.py and nccl_tables.py write into the repository.
+STUDIES = $(sort $(filter-out studies/strangers.py studies/house_pages.py studies/nccl_tables.py studies/python_from_debian.py,$(wildcard studies/*.py)))
 
 # torchao's compiled extensions want a CUDA build of torch; without this each import of it warns that they do not load.
 export TORCHAO_FORCE_SKIP_LOADING_SO_FILES := 1
