@@ -223,6 +223,25 @@ def test_a_mask_holds_no_more_than_what_was_written(assume: Assume, kind: torch.
         assert 448 < found[1] <= 512 and found[4] == 104
 
 
+@BOTH
+@pytest.mark.parametrize("positions", [200, 20_000])
+def test_a_mask_filled_at_positions_holds_no_more_than_those(assume: Assume, positions: int) -> None:
+    """What ``mask[positions] = 1`` is since torch 2.15, and what programs call."""
+    found: list[int] = []
+
+    def program() -> None:
+        for value in (True, torch.tensor(True, device="cuda")):
+            where = torch.randperm(100 * positions, device="cuda")[:positions]
+            mask = torch.zeros(100 * positions, dtype=torch.bool, device="cuda")
+            found.append(len(torch.where(mask.index_fill(0, where, value))[0]))
+            found.append(len(torch.where(mask.index_fill_(-1, where, value))[0]))
+            rows = torch.zeros(positions, 8, dtype=torch.bool, device="cuda")
+            found.append(len(rows[rows.index_fill_(0, where[:3], value)]))
+
+    run(program, assume)
+    assert found == 2 * [positions, positions, 24]
+
+
 @pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode])
 def test_the_virtual_gpu_starts_without_gradients(guard: Callable[[], Any]) -> None:
     with guard():

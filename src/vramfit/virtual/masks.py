@@ -46,7 +46,11 @@ _COUNTS = (torch.int64, torch.int32, torch.int16)
 _TO_COPY = _aten._to_copy.default
 _ANY = {_aten.any.default, _aten.any.dim, _aten.any.dims}
 _ALL = {_aten.all.default, _aten.all.dim, _aten.all.dims}
-_PUTS = {_aten.index_put_.default, _aten.index_put.default, _aten._index_put_impl_.default}
+_PUTS = {
+    *(_aten.index_put_.default, _aten.index_put.default, _aten._index_put_impl_.default),
+    *(_aten.index_fill_.int_Scalar, _aten.index_fill_.int_Tensor),
+    *(_aten.index_fill.int_Scalar, _aten.index_fill.int_Tensor),
+}
 _COUNTED = {
     *(_ANY | _ALL),
     *(_aten.sum.default, _aten.sum.dim_IntList, _aten.count_nonzero.default, _aten.count_nonzero.dim_IntList),

@@ -43,7 +43,7 @@ _WITHOUT_KERNEL = {
 # They read of their first tensor as much as they give, and they write into it as much as they are given: a few rows of
 # a large table. Counted as a whole, a step of a cache of keys and values would take seconds.
 _READ_ROWS = {torch.ops.aten.index_select, torch.ops.aten.index}
-_WRITE_ROWS = {torch.ops.aten.index_copy_, torch.ops.aten.index_put_}
+_WRITE_ROWS = {torch.ops.aten.index_copy_, torch.ops.aten.index_fill_, torch.ops.aten.index_put_}
 
 _UNMEASURED = Rates()
 

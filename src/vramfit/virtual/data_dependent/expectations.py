@@ -215,6 +215,16 @@ def _put(call: ExpectedCall) -> Expectation | None:
     return bounded(min(call.source.numel(), before + written), call.source)
 
 
+def _fill_places(call: ExpectedCall) -> Expectation | None:
+    """``mask.index_fill_(dim, positions, 1)``, which ``mask[positions] = 1`` is since torch 2.15."""
+    before, shape = call.known.at_most, call.source.shape
+    dim, index = call.args[1:3]
+    if before is None or not shape:
+        return None
+    written = index.numel() * prod(size for axis, size in enumerate(shape) if axis != dim % len(shape))
+    return bounded(min(call.source.numel(), before + written), call.source)
+
+
 def bounded(most: int, mask: torch.Tensor, share: float | None = None) -> Expectation:
     """What is expected of a mask of which so many elements may hold at most, and as many do or the given share."""
     expected = min(1.0, most / max(1, mask.numel())) if share is None else share
@@ -448,6 +458,8 @@ _TABLE: dict[tuple[str, ...], tuple[int, Rule | Expectation]] = {
     ("clone", "expand_copy", "repeat", "flip", "roll"): (0, _same),
     ("index.Tensor", "index_select"): (0, _picked),
     ("index_put", "index_put_", "_index_put_impl_"): (0, _put),
+    ("index_fill.int_Scalar", "index_fill_.int_Scalar"): (0, _fill_places),
+    ("index_fill.int_Tensor", "index_fill_.int_Tensor"): (0, _fill_places),
     ("cat",): (0, _joined),
     ("_to_copy",): (0, _cast),
     ("copy_",): (0, _copied),
