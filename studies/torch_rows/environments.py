@@ -52,7 +52,8 @@ def environment(row: Row, interpreter: Path, folder: Path) -> Environment:
     packages, pins = requirements(row), constraints()
     stamp = hashlib.sha256("\n".join([*packages, *pins]).encode()).hexdigest()
     ready = place / _READY
-    if ready.is_file() and (lines := ready.read_text(encoding="utf-8").split())[0] == stamp:
+    there = ready.is_file() and _python(place).exists()  # not where its interpreter has gone away
+    if there and (lines := ready.read_text(encoding="utf-8").split())[0] == stamp:
         return Environment(python=_python(place), torch=lines[1], seconds=float(lines[2]))
     began = time.monotonic()
     shutil.rmtree(place, ignore_errors=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -57,11 +58,12 @@ ROWS = (
 
 
 def chosen(words: Sequence[str]) -> list[Row]:
-    """The rows that are asked for by a release or a name, in the order of the table; all where nothing is asked.
+    """The rows that are asked for by releases or names, in the order of the table; all where nothing is asked.
 
     Raises:
         ValueError: if a word is neither; says which there are.
     """
+    words = [word for text in words for word in re.split(r"[,\s]+", text) if word]
     names = {word: [row for row in ROWS if word in (row.release, row.name)] for word in words}
     if unknown := [word for word, rows in names.items() if not rows]:
         known = ", ".join(row.name for row in ROWS)

@@ -14,6 +14,9 @@ from torch_rows.outcome import Outcome
 from torch_rows.rows import ROOT
 
 MARKER = "torch_versions"
+MOST_CRASHES = 50
+"""Interpreters that tests may end before the rest is not tried: with some releases every test would end one."""
+
 _PERCENT = re.compile(r"\[ *(\d+)%\]")
 
 
@@ -45,13 +48,16 @@ def run(python: Path, report: Path, jobs: int, told: Callable[[int], None]) -> O
         "TORCHAO_FORCE_SKIP_LOADING_SO_FILES": "1",
     }
     command = [str(python), "-m", "pytest", "-q", "-m", MARKER, "-p", "no:cacheprovider", "--tb=short"]
-    command += [f"--numprocesses={jobs}", "--dist=worksteal", f"--junitxml={report}", *marked()]
+    command += [f"--numprocesses={jobs}", "--dist=worksteal", f"--max-worker-restart={MOST_CRASHES}"]
+    command += [f"--junitxml={report}", *marked()]
     report.unlink(missing_ok=True)
     began = time.monotonic()
-    with report.with_suffix(".log").open("w", encoding="utf-8") as log:
-        process = subprocess.Popen(
+    with (
+        report.with_suffix(".log").open("w", encoding="utf-8") as log,
+        subprocess.Popen(
             command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
+        ) as process,
+    ):
         assert process.stdout is not None
         last = ""
         for line in process.stdout:
@@ -59,7 +65,7 @@ def run(python: Path, report: Path, jobs: int, told: Callable[[int], None]) -> O
             last = line.strip() or last
             if share := _PERCENT.search(line):
                 told(int(share[1]))
-        code = process.wait()
+    code = process.returncode
     seconds = time.monotonic() - began
     if not report.is_file():
         return Outcome(seconds=seconds, reason=f"pytest ended with exit code {code}: {last[:200]}")

@@ -46,7 +46,8 @@ def report(folder: Path, name: str) -> dict[str, Any]:
     if (errors := folder / f"{name}.errors").exists():
         pytest.fail(errors.read_text(encoding="utf-8"))
     found: dict[str, Any] = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
-    assert found["traceback"] is None, found["traceback"]
+    if error := found["traceback"]:
+        pytest.fail(f"{error.strip().splitlines()[-1]}\n{error}")
     return found
 
 
