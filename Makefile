@@ -8,6 +8,7 @@
 #   GPU="RTX 4090"        the card of `make demo`
 #   JOBS=2                processes that run the tests
 #   PYTEST_ARGS="..."     more arguments for pytest
+#   ROWS="2.14.1,2.15.0"  the releases of `make versions`, or its rows by name; all by default
 
 PYTHON ?=
 PIP_ARGS ?=
@@ -15,13 +16,16 @@ VENV ?= .venv
 GPU ?= RTX 4090
 JOBS ?= 2
 PYTEST_ARGS ?=
+ROWS ?=
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.complete
 # record.py and plans_on_card.py need a card.
 BENCHMARKS = $(sort $(filter-out benchmarks/_% benchmarks/record.py benchmarks/plans_on_card.py,$(wildcard benchmarks/*.py)))
-# strangers.py and python_from_debian.py need a folder; house_pages.py and nccl_tables.py write into the repository.
-STUDIES = $(sort $(filter-out studies/strangers.py studies/house_pages.py studies/nccl_tables.py studies/python_from_debian.py,$(wildcard studies/*.py)))
+# strangers.py and python_from_debian.py need a folder; house_pages.py and nccl_tables.py write into the repository;
+# versions.py has a target of its own.
+NO_STUDIES = strangers python_from_debian house_pages nccl_tables versions
+STUDIES = $(sort $(filter-out $(NO_STUDIES:%=studies/%.py),$(wildcard studies/*.py)))
 
 # torchao's compiled extensions want a CUDA build of torch; without this each import of it warns that they do not load.
 export TORCHAO_FORCE_SKIP_LOADING_SO_FILES := 1
@@ -37,7 +41,7 @@ endif
 QUICK := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help env browser demo test lint bench studies clean
+.PHONY: help env browser demo test lint bench studies versions clean
 
 help:
 	@echo "make demo    GPT-2 training on a virtual $(GPU): does it fit, and where does the memory go?"
@@ -45,6 +49,7 @@ help:
 	@echo "make lint    ruff, mypy and the import contracts alone"
 	@echo "make bench   every benchmark, each printing its table"
 	@echo "make studies what plans are worth, which models run, which sayings hold: hours"
+	@echo "make versions the tests of torch's releases, in an environment for each: docs/versions.md"
 	@echo "make browser Chromium for the tests of HTML pages (Debian and Ubuntu, as root); skipped without one"
 	@echo "make env     the environment alone, in $(VENV)"
 	@echo "make clean   remove the environment, caches and built files"
@@ -84,7 +89,7 @@ $(STAMP): pyproject.toml constraints.txt
 		torch hatchling editables; \
 	echo "== [3/3] Installing vramfit, the examples' libraries and the checkers"; \
 	$(BIN)/python -m pip install --disable-pip-version-check --no-compile $(PIP_ARGS) -c constraints.txt \
-		--no-build-isolation -e '.[test,lint,examples,frameworks]'; \
+		--no-build-isolation -e '.[test,lint,examples,frameworks,versions]'; \
 	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true; \
 	touch $@; \
 	echo "== The environment is ready in $(VENV)"
@@ -128,6 +133,9 @@ studies: $(STAMP)
 	@set -e; for study in $(STUDIES); do \
 		echo "== $$study"; $(BIN)/python $$study; \
 	done
+
+versions: $(STAMP)
+	@$(BIN)/python studies/versions.py --rows "$(ROWS)" --jobs $(JOBS) --write docs/versions.md
 
 clean:
 	rm -rf "$(VENV)" build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -21,7 +21,7 @@ from vramfit.trace import EventKind, MemoryTrace, load_snapshot, marks, read_any
 
 __all__ = ["fit_interpreter"]  # backward passes on the CPU before tests of the virtual GPU
 
-pytestmark = pytest.mark.usefixtures("no_garbage")
+pytestmark = [pytest.mark.torch_versions, pytest.mark.usefixtures("no_garbage")]
 
 LINE = re.compile(
     r"\[(?P<tag>.*?)\] allocated [\d.]+ \w+, reserved [\d.]+ \w+, peak [\d.]+ \w+"

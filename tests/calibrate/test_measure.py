@@ -19,6 +19,8 @@ from vramfit.virtual import kernels
 from vramfit.virtual.gpu import VirtualGPU
 from vramfit.virtual.op_call import OpCall
 
+pytestmark = pytest.mark.torch_versions
+
 aten = torch.ops.aten
 
 

@@ -25,26 +25,26 @@ if find_spec("deepspeed"):
     COMMANDS["deepspeed_llama"] = f"deepspeed --num_gpus 8 deepspeed_llama.py {TINY} --zero 3"
 
 
-def cases(folder: str) -> list[dict[str, Any]]:
-    """What `framework_runs` is given; the launchers' commands are read as ``vramfit run`` reads them."""
+def case(name: str, folder: str) -> dict[str, Any]:
+    """What `framework_runs` is given; the launcher's command is read as ``vramfit run`` reads it."""
     from vramfit.virtual.ranks.rank_place import RankPlace
     from vramfit.virtual.worlds.launchers import launched
 
     place = RankPlace(rank=RANK, world_size=WORLD)
-    found = []
-    for name, command in COMMANDS.items():
-        read = launched(command.split(), WORLD)
-        assert read is not None and read.size == WORLD
-        script, *arguments = read.command(place)
-        found.append(
-            {
-                "name": name,
-                "script": f"{folder}/{script}",
-                "arguments": arguments,
-                "gpu": "H100",
-                "compiles": False,
-                "place": place.arguments(),
-                "environ": dict(read.environ),
-            }
-        )
-    return found
+    read = launched(COMMANDS[name].split(), WORLD)
+    assert read is not None and read.size == WORLD
+    script, *arguments = read.command(place)
+    return {
+        "name": name,
+        "script": f"{folder}/{script}",
+        "arguments": arguments,
+        "gpu": "H100",
+        "compiles": False,
+        "place": place.arguments(),
+        "environ": dict(read.environ),
+    }
+
+
+def cases(folder: str) -> list[dict[str, Any]]:
+    """All of them."""
+    return [case(name, folder) for name in COMMANDS]

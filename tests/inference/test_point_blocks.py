@@ -12,6 +12,8 @@ from vramfit.errors import UsageError
 from vramfit.inference.point_blocks import PointSettings, call_by_blocks, point_blocks
 from vramfit.virtual.gpu import VirtualGPU
 
+pytestmark = pytest.mark.torch_versions
+
 RADIUS = 0.1
 
 

@@ -25,6 +25,8 @@ from vramfit.planner.activation_ilp.decisions import (
 from vramfit.planner.devices.cpu_backend import CpuBackend, arithmetic_seconds_of, rates
 from vramfit.techniques import Choice, find_technique, with_choices
 
+pytestmark = pytest.mark.torch_versions
+
 MIB = 1 << 20
 
 

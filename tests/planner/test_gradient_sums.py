@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from vramfit.capture.gradient_sums import measure_counts
 from vramfit.planner.devices.cpu_backend import FlopMode
 
-pytestmark = pytest.mark.usefixtures("fit_interpreter")
+pytestmark = [pytest.mark.torch_versions, pytest.mark.usefixtures("fit_interpreter")]
 
 ROWS, WIDTH = 5000, 32
 WEIGHT_BYTES = 4 * ROWS * WIDTH

@@ -24,6 +24,8 @@ from vramfit.techniques.batch_norm_folding import find_foldable
 from vramfit.techniques.half_inference import HalfInferenceSetting
 from vramfit.workload import Workload
 
+pytestmark = pytest.mark.torch_versions
+
 SIZES = {"batch_size": 8, "image_size": 64}
 
 

@@ -11,6 +11,8 @@ import vramfit
 from vramfit.errors import EnvironmentUnfitError, UsageError
 from vramfit.record import annotating
 
+pytestmark = pytest.mark.torch_versions
+
 
 class Net(nn.Module):
     def __init__(self, *, checkpointed: bool = False) -> None:

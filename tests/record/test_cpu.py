@@ -15,7 +15,7 @@ from vramfit.launch import threads
 from vramfit.record.cpu_recorder import CpuRecorder
 from vramfit.trace import Category, EventKind, MemoryTrace, Source
 
-pytestmark = pytest.mark.usefixtures("no_garbage")
+pytestmark = [pytest.mark.torch_versions, pytest.mark.usefixtures("no_garbage")]
 
 F32 = 4
 

@@ -15,6 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import vramfit
 
+pytestmark = pytest.mark.torch_versions
+
 Program = Callable[[], Iterator[torch.Tensor]]
 
 

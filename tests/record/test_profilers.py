@@ -16,6 +16,8 @@ from vramfit.errors import UsageError
 from vramfit.record.profilers import ProfiledEvent, ProfiledMemory, _match, join_profile
 from vramfit.trace import Category, EventKind, MemoryTrace, TraceBuilder
 
+pytestmark = pytest.mark.torch_versions
+
 
 class Net(nn.Sequential):
     def __init__(self) -> None:

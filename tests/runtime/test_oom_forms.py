@@ -8,6 +8,8 @@ import torch
 
 from vramfit.runtime.oom_forms import HostPressureError, ShortOf, context_is_dead, recognised
 
+pytestmark = pytest.mark.torch_versions
+
 _LATER = (
     "\nCUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be "
     "incorrect.\nFor debugging consider passing CUDA_LAUNCH_BLOCKING=1"

@@ -21,6 +21,8 @@ from vramfit.runtime.survival.guarded_step import GuardedStep
 from vramfit.runtime.survival.ladder import Ladder, Rung, RungLevel
 from vramfit.runtime.survival.leftovers import MemoryNow, Recovery, requested_bytes
 
+pytestmark = pytest.mark.torch_versions
+
 STEPS = 3
 
 

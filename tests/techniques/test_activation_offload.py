@@ -25,6 +25,8 @@ from vramfit.techniques.core.surround import plain_class, surroundings_of
 from vramfit.virtual.gpu import VirtualGPU
 from vramfit.workload import Workload
 
+pytestmark = pytest.mark.torch_versions
+
 ALL = ActivationOffloadSetting(min_bytes=0, window=0)
 TOYS = all_toys()
 

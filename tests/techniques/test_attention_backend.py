@@ -21,6 +21,8 @@ from vramfit.techniques.attention_backend import AttentionBackend, AttentionSett
 from vramfit.virtual.gpu import VirtualGPU
 from vramfit.workload import Workload
 
+pytestmark = pytest.mark.torch_versions
+
 BATCH, HEADS, LENGTH, WIDTH, LAYERS = 2, 4, 256, 64, 2
 FUSED = (SdpaName.FLASH, SdpaName.EFFICIENT)
 

@@ -23,6 +23,8 @@ from vramfit.techniques.chunked_loss.operations import defer
 from vramfit.techniques.core.surround import release, surround
 from vramfit.virtual.gpu import VirtualGPU
 
+pytestmark = pytest.mark.torch_versions
+
 ROWS, LENGTH, WIDTH, WORDS = 4, 5, 8, 33
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

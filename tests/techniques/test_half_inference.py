@@ -41,6 +41,8 @@ from vramfit.techniques.low_precision_training import LowPrecisionTrainingSettin
 from vramfit.techniques.mixed_precision import HalfType
 from vramfit.virtual.gpu import VirtualGPU
 
+pytestmark = pytest.mark.torch_versions
+
 TECHNIQUE = HalfInference()
 PLAIN = HalfInferenceSetting()
 HALVES = (torch.float16, torch.bfloat16)

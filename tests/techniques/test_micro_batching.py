@@ -41,6 +41,8 @@ from vramfit.techniques.micro_batching import (
 from vramfit.virtual.gpu import VirtualGPU
 from vramfit.workload import Workload
 
+pytestmark = pytest.mark.torch_versions
+
 # -- cutting -------------------------------------------------------------------------------------------------------
 
 

@@ -19,6 +19,8 @@ from vramfit.techniques.optimizer_kernel import Implementation, OptimizerKernel,
 from vramfit.virtual.gpu import VirtualGPU
 from vramfit.workload import Workload
 
+pytestmark = pytest.mark.torch_versions
+
 FUSED = OptimizerKernelSetting()
 LOOP = OptimizerKernelSetting(implementation=Implementation.LOOP)
 FOREACH = OptimizerKernelSetting(implementation=Implementation.FOREACH)

@@ -34,6 +34,8 @@ from vramfit.techniques.parameter_offload import depot as depots
 from vramfit.virtual.gpu import VirtualGPU
 from vramfit.workload import Workload
 
+pytestmark = pytest.mark.torch_versions
+
 TOYS = all_toys()
 # Blocks of each kind of model, by name where none repeat.
 MODULES = {

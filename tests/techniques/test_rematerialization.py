@@ -20,6 +20,8 @@ from vramfit.techniques.activation_checkpointing import ActivationCheckpointing,
 from vramfit.techniques.step_in_backward import StepInBackward, StepInBackwardSetting
 from vramfit.virtual.gpu import VirtualGPU
 
+pytestmark = pytest.mark.torch_versions
+
 WIDTH = 256
 
 

@@ -20,6 +20,8 @@ from vramfit.inference.residency.model_pool import ModelPool
 from vramfit.units import MIB
 from vramfit.virtual.gpu import VirtualGPU
 
+pytestmark = pytest.mark.torch_versions
+
 
 class Words(nn.Module):
     """A tied head, an LSTM with its flat weights, and buffers that training changes."""

@@ -19,6 +19,8 @@ from vramfit.runtime.tiers.memory_tiers import PinnedTier
 from vramfit.runtime.tiers.store import Store
 from vramfit.runtime.tiers.stored_optimizer import StoredOptimizer
 
+pytestmark = pytest.mark.torch_versions
+
 WIDTH, LAYERS, STEPS = 32, 12, 5
 PARAMETERS = LAYERS * (WIDTH * WIDTH + WIDTH) * 4
 

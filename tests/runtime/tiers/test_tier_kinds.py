@@ -24,6 +24,8 @@ from vramfit.runtime.tiers.pool_tier import PoolTier
 from vramfit.runtime.tiers.store import Store
 from vramfit.runtime.tiers.tier import Layout, NoRoom
 
+pytestmark = pytest.mark.torch_versions
+
 
 def plain(source: torch.Tensor, target: torch.Tensor) -> None:
     target.copy_(source)

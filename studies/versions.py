@@ -1,0 +1,111 @@
+"""Which releases of torch, in which builds and on which Pythons, carry vramfit: its tests run in each.
+
+    python studies/versions.py                            # every row: some 25 GB of environments, an hour
+    python studies/versions.py --rows 2.14.1 2.15.0       # some
+    python studies/versions.py --write docs/versions.md   # and write the page's tables
+
+A row is a release of torch, a build and a Python. Each has an environment of its own under build/versions, with all
+other packages as constraints.txt pins them; in it the tests run that are marked `torch_versions`. An environment that
+is there is used again. A Python that is not found is given by a variable: PYTHON_3_14=/path/to/python3.14.
+
+The exit code is 1 if tests of a supported row fail or its environment cannot be built. A row without an interpreter is
+named and counts as not run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from torch_rows import subset
+from torch_rows.environments import CannotBuild, environment
+from torch_rows.outcome import Outcome, digest, load, save
+from torch_rows.pythons import NoPython, interpreter
+from torch_rows.rows import ROOT, ROWS, Row, chosen
+from torch_rows.table import markdown, notes, terminal_table, write
+
+FOLDER = ROOT / "build" / "versions"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Try the rows that the command line names; returns the exit code."""
+    options = _options(arguments)
+    console = Console(soft_wrap=True)
+    if not console.is_terminal:
+        console.width = 160  # a file has no edge
+    sources = digest()
+    columns = (TextColumn("{task.description:<36}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    tried = {}
+    try:
+        with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+            for number, row in enumerate(options.rows, 1):
+                task = progress.add_task(f"{number}/{len(options.rows)} {row.name}", total=100)
+                told = lambda percent, task=task: progress.update(task, completed=percent)  # noqa: E731
+                outcome = replace(_tried(row, options, told), sources=sources)
+                save(options.folder, row, outcome)
+                tried[row] = outcome
+                progress.remove_task(task)
+                progress.console.print(_line(row, outcome), highlight=False)
+    except KeyboardInterrupt:
+        console.print("stopped")
+    if options.write is not None:
+        write(options.write, markdown(ROWS, load(options.folder), sources))
+    console.print(terminal_table(tried, sources))
+    for line in notes(tried, sources):
+        console.print(line, markup=False, highlight=False)
+    bad = [row for row, outcome in tried.items() if not outcome.good and not outcome.absent]
+    return 1 if any(row.supported for row in bad) else 0
+
+
+def _options(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rows", nargs="*", default=[], metavar="ROW", help="releases or names of rows")
+    parser.add_argument("--list", action="store_true", help="print the rows")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes that run tests")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="where environments and results are kept")
+    parser.add_argument("--write", type=Path, metavar="PAGE", help="write the table into this page")
+    options = parser.parse_args(arguments)
+    try:
+        options.rows = chosen(options.rows)
+    except ValueError as error:
+        parser.error(str(error))
+    if options.list:
+        for row in options.rows:
+            print(row.name if row.supported else f"{row.name} (not supported)")
+        parser.exit()
+    options.folder = options.folder.absolute()
+    return options
+
+
+def _tried(row: Row, options: argparse.Namespace, told: Callable[[int], None]) -> Outcome:
+    """What becomes of one row."""
+    try:
+        here = environment(row, interpreter(row.python), options.folder)
+    except NoPython as error:
+        return Outcome(reason=str(error), absent=True)
+    except CannotBuild as error:
+        return Outcome(reason=f"its environment cannot be built: {error}")
+    report = options.folder / f"{row.name}.xml"
+    outcome = subset.run(here.python, report, options.jobs, told)
+    return replace(outcome, torch=here.torch, built=here.seconds)
+
+
+def _line(row: Row, outcome: Outcome) -> str:
+    if outcome.reason:
+        return f"{row.name}: {outcome.reason}"
+    return (
+        f"{row.name}: {outcome.passed} passed, {len(outcome.failures)} failed, {outcome.skipped} skipped "
+        f"in {outcome.seconds:.0f} s; environment {outcome.built:.0f} s"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
