@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from vramfit.virtual import build_shim
+from vramfit.torch_internals import build_check, build_shim
 from vramfit.virtual.gpu import VirtualGPU
 
 
@@ -18,7 +18,7 @@ def fit_interpreter() -> None:
     with a CPU backward would make all later ones fail.
     """
     build_shim.install()
-    build_shim.self_check()
+    build_check.self_check()
 
 
 @pytest.fixture
