@@ -100,7 +100,8 @@ def _backward() -> None:
 
 
 def _line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    """Its first sentence: the refusals of hooks go on with help for those who link against torch."""
+    return str(error).split("\n")[0].split(". ")[0] or type(error).__name__
 
 
 class _DevicelessMode(fake_tensor.FakeTensorMode):
@@ -227,7 +228,7 @@ QUESTIONS = (
     ),
     Question(
         about="who computes a convolution",
-        hook=_HOOK.format("compiledWithCuDNN"),
+        hook=_HOOK.format("compiledWithCuDNN, or versionCuDNN before torch 2.13,"),
         needs="_select_conv_backend",
         ask=_convolution(),
         expected=_CONVOLUTION,
