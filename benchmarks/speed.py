@@ -86,7 +86,7 @@ def under_mem_tracker(name: str) -> dict[str, object]:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed._tools.mem_tracker import MemTracker
 
-    from vramfit.virtual import build_shim
+    from vramfit.torch_internals import build_shim
 
     build_shim.install()  # without it a CPU build aborts in the backward pass of fake cuda tensors
     torch.set_default_device("cuda")

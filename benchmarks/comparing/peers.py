@@ -46,7 +46,7 @@ ACCELERATE_NAMES = {
 def pretend_card() -> None:
     """Let torch take itself to have a CUDA card that is never touched. For a process that ends soon."""
     if not torch.cuda.is_available():
-        from vramfit.virtual import build_shim
+        from vramfit.torch_internals import build_shim
 
         build_shim.install()  # without it a CPU build aborts in the backward pass of fake cuda tensors
     torch.cuda.is_available = lambda: True

@@ -5,14 +5,14 @@ from collections.abc import Iterator
 import pytest
 from tests import warm
 
-from vramfit.virtual import build_shim
+from vramfit.torch_internals import build_check, build_shim
 
 
 @pytest.fixture(scope="session", autouse=True)
 def fit_interpreter() -> None:
     """Prepare autograd before any test runs a CPU backward pass; see tests/virtual/conftest.py."""
     build_shim.install()
-    build_shim.self_check()
+    build_check.self_check()
 
 
 @pytest.fixture(scope="module")

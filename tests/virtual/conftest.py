@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from vramfit.virtual import build_shim
+from vramfit.torch_internals import build_check, build_shim
 from vramfit.virtual.gpu import VirtualGPU
 
 HERE = Path(__file__).parent
@@ -34,7 +34,7 @@ def fit_interpreter() -> None:
     with a CPU backward would make all later ones fail.
     """
     build_shim.install()
-    build_shim.self_check()
+    build_check.self_check()
 
 
 @pytest.fixture

@@ -88,7 +88,7 @@ FAKE_PROGRAM = """
     import torch.cuda.comm
     from facade_support import virtual_cuda
     from torch._subclasses.fake_tensor import FakeTensorMode
-    from vramfit.virtual import build_shim
+    from vramfit.torch_internals import build_shim
 
     class Fake(FakeTensorMode):
         avoid_device_init = True

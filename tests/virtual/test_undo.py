@@ -20,9 +20,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from vramfit.errors import EnvironmentUnfitError, UnknownGpuError
+from vramfit.torch_internals import build_check, build_shim, cuda_hooks, device_guards
+from vramfit.torch_internals.libraries import put
 from vramfit.trace.journal import TraceJournal
-from vramfit.virtual import build_shim, ranks, torch_cuda
 from vramfit.virtual import gpu as gpu_module
+from vramfit.virtual import ranks, torch_cuda
 from vramfit.virtual.gpu import VirtualGPU
 from vramfit.virtual.mode import VirtualMode
 
@@ -192,7 +194,7 @@ def fail(*_: object, **__: object) -> None:
 @pytest.mark.parametrize(
     ("where", "name"),
     [
-        (build_shim, "self_check"),
+        (build_check, "self_check"),
         (gpu_module, "exclusive_counts"),
         (torch_cuda, "install"),
         (ranks, "install"),
@@ -239,20 +241,16 @@ def test_leaving_undoes_even_where_the_results_fail(monkeypatch: pytest.MonkeyPa
 
 def test_half_a_shim_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
     pointer = ctypes.c_void_p(7)
-    monkeypatch.setattr(build_shim, "_originals", None)
 
-    def register() -> tuple[ctypes.c_void_p, int]:
-        pointer.value = 8
-        return pointer, 7
+    def no_hooks() -> None:
+        raise ValueError("undefined symbol")
 
-    def patch(_answers: object) -> None:
-        raise KeyError("isBuilt")
-
-    monkeypatch.setattr(build_shim, "_register_guard", register)
-    monkeypatch.setattr(build_shim, "_patch_hooks", patch)
+    monkeypatch.setattr(build_shim, "_undo", None)
+    monkeypatch.setattr(device_guards, "install", lambda: put(pointer, 8))
+    monkeypatch.setattr(cuda_hooks, "install", no_hooks)
     with pytest.raises(EnvironmentUnfitError, match="does not export"):
         build_shim.install()
-    assert pointer.value == 7 and build_shim._originals is None
+    assert pointer.value == 7 and build_shim._undo is None
 
 
 def test_the_host_works_as_ever_afterwards() -> None:

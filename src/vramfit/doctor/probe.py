@@ -160,13 +160,13 @@ def _with_driver(devices: tuple[TorchDevice, ...]) -> tuple[TorchDevice, ...]:
 def query_virtual() -> str:
     """Why the virtual GPU cannot run in a fresh process of this interpreter; empty if it can."""
     from vramfit.errors import VramfitError
-    from vramfit.virtual import build_shim
+    from vramfit.torch_internals import build_check, build_shim
     from vramfit.virtual.gpu import check_interpreter
 
     try:
         check_interpreter()
         build_shim.install()
-        build_shim.self_check()
+        build_check.self_check()
     except VramfitError as error:
         return str(error)
     return ""

@@ -213,7 +213,7 @@ def prepare_interpreter() -> None:
     """
     import torch
 
-    from vramfit.virtual import build_shim
+    from vramfit.torch_internals import build_shim
 
     if not torch.cuda.is_available():
         with contextlib.suppress(EnvironmentUnfitError):
@@ -224,14 +224,14 @@ def carries_virtual_gpu() -> bool:
     """Whether a virtual GPU can be entered in this process."""
     import torch
 
-    from vramfit.virtual import build_shim
+    from vramfit.torch_internals import build_check, build_shim
     from vramfit.virtual.gpu import check_interpreter
 
     has_card = torch.cuda.is_available()
     try:
         check_interpreter()
         build_shim.install()
-        build_shim.self_check()
+        build_check.self_check()
     except EnvironmentUnfitError:
         return False
     finally:

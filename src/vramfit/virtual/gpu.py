@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import platform
 import sys
 import tempfile
 import time
@@ -35,7 +36,7 @@ from vramfit.files.protection import standing
 from vramfit.gpus import GpuSpec, find_gpu
 from vramfit.gpus.measured_profile import MeasuredProfile, chosen_profile, profile_doubt
 from vramfit.patching import PatchStack, together
-from vramfit.torch_internals import names, releases
+from vramfit.torch_internals import build_check, build_shim, cuda_hooks, device_guards, names, releases
 from vramfit.trace import (
     Category,
     CudnnNote,
@@ -52,7 +53,7 @@ from vramfit.trace import (
 from vramfit.trace.journal import TraceJournal
 from vramfit.trace.outcome import platform_text
 from vramfit.units import format_bytes
-from vramfit.virtual import build_shim, foreign, ranks, torch_cuda, torch_patches
+from vramfit.virtual import foreign, ranks, torch_cuda, torch_patches
 from vramfit.virtual.data_dependent.assume import Assume, assumption, may_come_from
 from vramfit.virtual.kernels.measured import MeasuredTable
 from vramfit.virtual.machine import Machine, VirtualDevice
@@ -181,8 +182,8 @@ class VirtualGPU:
         with contextlib.ExitStack() as undo:
             undo.callback(build_shim.uninstall)
             build_shim.install()
-            build_shim.self_check()
-            if note := build_shim.platform_note():
+            build_check.self_check()
+            if note := _platform_note():
                 self._machine.warn("platform-not-run", note)
             if told := releases.untried():
                 self._machine.warn(releases.UNTRIED, told)
@@ -243,9 +244,13 @@ class VirtualGPU:
         hooks = self._machine.hooks
         hooks.snapshot_provider = self._snapshot
         hooks.collect = self.meter.collect
-        hooks.on_set_device = build_shim.set_current_device
-        hooks.device_of_thread = build_shim.current_device
-        self._patches.call(lambda: build_shim.set_current_device(0))
+        hooks.on_set_device = device_guards.set_current_device
+        hooks.device_of_thread = device_guards.current_device
+        self._patches.call(lambda: device_guards.set_current_device(0))
+        cards = cuda_hooks.describe_cards(
+            lambda: [device.spec.compute_capability for device in self._machine.devices]
+        )
+        self._patches.call(cards)
         hooks.clear_workspaces = self.mode.workspaces.clear
         hooks.on_record_history = self._begin_history
         hooks.on_metadata = self._note_metadata
@@ -537,6 +542,16 @@ class VirtualGPU:
 
 _active: VirtualGPU | None = None
 
+_TESTED_PLATFORMS = {("Linux", "x86_64")}
+
+
+def _platform_note() -> str:
+    """A sentence saying that the virtual GPU has not been run on this platform; empty where it is tested."""
+    system, machine = platform.system(), platform.machine()
+    if (system, machine) in _TESTED_PLATFORMS:
+        return ""
+    return f"The virtual GPU has not been run on {system} {machine} by its developers; the self-check passed here."
+
 
 def _measured(profile: MeasuredProfile | str | PathLike[str], spec: GpuSpec) -> MeasuredTable | None:
     """The measured calls of the chosen profile; None without one."""
@@ -548,7 +563,7 @@ def check_interpreter() -> None:
     """Make sure that this interpreter can carry the virtual GPU.
 
     A CPU backward pass that ran before the shim has started autograd's threads without one for CUDA devices, after
-    which every backward pass on ``cuda`` tensors fails: `build_shim.self_check` finds that.
+    which every backward pass on ``cuda`` tensors fails: `build_check.self_check` finds that.
 
     Raises:
         EnvironmentUnfitError: a virtual GPU is active already, torch is too old, or CUDA is in use.

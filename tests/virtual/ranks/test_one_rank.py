@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from vramfit.errors import UsageError
-from vramfit.virtual import build_shim
+from vramfit.torch_internals import build_shim
 from vramfit.virtual.gpu import VirtualGPU
 
 MIB = 1 << 20
