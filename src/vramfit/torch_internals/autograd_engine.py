@@ -6,22 +6,27 @@ from typing import Any
 
 from vramfit.torch_internals.names import Feature
 
+_CHECKPOINTING = Feature("selective checkpointing")
+_RECORDINGS = Feature("recording what a real device allocates")
+_HOLDERS = Feature("telling who holds a tensor")
+_PROFILES = Feature("profiles of a step, from which plans are made")
+_TECHNIQUES = Feature("techniques that act while a backward pass runs")
 _FEATURE = Feature("following backward passes")
 
-CachedTorchDispatchMode: Any = _FEATURE.find("torch.utils.checkpoint._CachedTorchDispatchMode")
-CachingTorchDispatchMode: Any = _FEATURE.find("torch.utils.checkpoint._CachingTorchDispatchMode")
+CachedTorchDispatchMode: Any = _CHECKPOINTING.find("torch.utils.checkpoint._CachedTorchDispatchMode")
+CachingTorchDispatchMode: Any = _CHECKPOINTING.find("torch.utils.checkpoint._CachingTorchDispatchMode")
 current_autograd_node: Any = _FEATURE.find("torch._C._current_autograd_node")
 current_graph_task_id: Any = _FEATURE.find("torch._C._current_graph_task_id")
-EventType: Any = _FEATURE.find("torch._C._profiler._EventType")
-execution_engine: Any = _FEATURE.find("torch.autograd.Variable._execution_engine")
-FunctionBase: Any = _FEATURE.find("torch._C._FunctionBase")
-RecordFunctionFast: Any = _FEATURE.find("torch._C._profiler._RecordFunctionFast")
-SavedTensor: Any = _FEATURE.find("torch._C._autograd.SavedTensor")
-sequence_number: Any = _FEATURE.find("torch._C._autograd._get_sequence_nr")
+EventType: Any = _RECORDINGS.find("torch._C._profiler._EventType")
+execution_engine: Any = _TECHNIQUES.find("torch.autograd.Variable._execution_engine")
+FunctionBase: Any = _HOLDERS.find("torch._C._FunctionBase")
+RecordFunctionFast: Any = _RECORDINGS.find("torch._C._profiler._RecordFunctionFast")
+SavedTensor: Any = _HOLDERS.find("torch._C._autograd.SavedTensor")
+sequence_number: Any = _PROFILES.find("torch._C._autograd._get_sequence_nr")
 storage_use_count: Any = _FEATURE.find("torch._C._storage_Use_Count")
 TensorBase: Any = _FEATURE.find("torch._C.TensorBase")
-top_saved_tensors_hooks: Any = _FEATURE.find("torch._C._autograd._top_saved_tensors_default_hooks")
-will_engine_execute_node: Any = _FEATURE.find("torch._C._will_engine_execute_node")
+top_saved_tensors_hooks: Any = _CHECKPOINTING.find("torch._C._autograd._top_saved_tensors_default_hooks")
+will_engine_execute_node: Any = _TECHNIQUES.find("torch._C._will_engine_execute_node")
 engine_runs = (
     _FEATURE.place("torch.autograd.graph._engine_run_backward"),
     _FEATURE.place("torch.autograd._engine_run_backward"),

@@ -86,12 +86,12 @@ def queued_before_first_use() -> list[Any]:
 
     The Triton kernels of sparse matrices are left out: once registered, they cannot be taken back.
     """
-    return [call for call in torch.cuda._queued_calls if call[0].__name__ != "_register_triton_kernels"]
+    return [call for call in queued_calls.get() if call[0].__name__ != "_register_triton_kernels"]
 
 
 def seed_tracker() -> Any:
     """A new keeper of seeds that are set before the first use of CUDA."""
-    return type(torch.cuda._lazy_seed_tracker)()
+    return type(lazy_seed_tracker.get())()
 
 
 def cached_answers() -> list[Any]:
@@ -101,7 +101,7 @@ def cached_answers() -> list[Any]:
         torch.get_device_module,
         getattr(torch.accelerator, "get_device_capability", None),
     )
-    return [clear for cache in caches if (clear := getattr(cache, "cache_clear", None)) is not None]
+    return [cache.cache_clear for cache in caches if cache and hasattr(cache, "cache_clear")]
 
 
 def nvtx_module() -> Any:

@@ -105,8 +105,11 @@ class Absent:
             raise AttributeError(name)  # copy, pickle and inspect ask for protocols that it does not have
         self._refuse()
 
-    def __get__(self, obj: Any, owner: type | None = None) -> Absent:
-        return self
+    def __iter__(self) -> Iterator[Any]:
+        self._refuse()
+
+    def __contains__(self, item: object) -> bool:
+        self._refuse()
 
 
 class Place:

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import flop_registry
 
 from vramfit.gpus import GpuSpec
 from vramfit.gpus.measured_profile import Rates
-from vramfit.torch_internals.kernel_choice import fp32_precision
+from vramfit.torch_internals.kernel_choice import takes_tf32
 from vramfit.virtual.op_call import OpCall
 
 # What large, well-shaped kernels reach of the data sheet's figures (dense matmul and device copy).
@@ -118,7 +118,7 @@ def flops_per_second(spec: GpuSpec, dtype: torch.dtype | None, rates: Rates = _U
 def _peak_name(spec: GpuSpec, dtype: torch.dtype | None) -> str:
     """The name of a card's rate for a dtype; TF32 where the program allows it for float32."""
     name = _DTYPE_PEAKS.get(dtype, "float32") if dtype is not None else "float32"
-    if name == "float32" and "tf32" in spec.peak_flops and fp32_precision("cuda", "matmul") == "tf32":
+    if name == "float32" and "tf32" in spec.peak_flops and takes_tf32("matmul"):
         name = "tf32"
     return name
 

@@ -18,10 +18,10 @@ import torch
 
 from vramfit.torch_internals.cuda_device import preferred_blas_backend
 from vramfit.torch_internals.kernel_choice import (
-    BlasBackend,
-    fp32_precision,
-    get_sdp_priority_order,
+    attention_order,
+    is_cublaslt,
     switches,
+    takes_tf32,
 )
 from vramfit.trace import Category
 from vramfit.virtual import kernels
@@ -68,7 +68,7 @@ class Workspaces:
         self._context_key: tuple[object, ...] = ()
         self._searched: set[Hashable] = set()
         self._plans_kept: dict[Hashable, int] = {}
-        self._default_priority = tuple(get_sdp_priority_order())
+        self._default_priority = attention_order()
 
     def context(self, device: int) -> KernelContext:
         """The state on which kernels on a device depend; made anew when a backend flag has changed."""
@@ -83,7 +83,6 @@ class Workspaces:
 
     def _new_context(self, device: int) -> KernelContext:
         cudnn, cuda = torch.backends.cudnn, torch.backends.cuda
-        precision = fp32_precision
         deterministic = torch.are_deterministic_algorithms_enabled()
         spec = self._machine.devices[device].spec
         return KernelContext(
@@ -93,10 +92,10 @@ class Workspaces:
             cudnn_enabled=cudnn.enabled,
             cudnn_benchmark=cudnn.benchmark,
             cudnn_deterministic=cudnn.deterministic or deterministic,
-            cudnn_tf32=precision("cuda", "conv") == "tf32",
+            cudnn_tf32=takes_tf32("conv"),
             deterministic=deterministic and not torch.is_deterministic_algorithms_warn_only_enabled(),
-            allow_tf32=precision("cuda", "matmul") == "tf32",
-            prefers_cublaslt=preferred_blas_backend() == BlasBackend.Cublaslt,
+            allow_tf32=takes_tf32("matmul"),
+            prefers_cublaslt=is_cublaslt(preferred_blas_backend()),
             flash_sdp=cuda.flash_sdp_enabled(),
             mem_efficient_sdp=cuda.mem_efficient_sdp_enabled(),
             math_sdp=cuda.math_sdp_enabled(),
@@ -113,7 +112,7 @@ class Workspaces:
 
     def _priority(self) -> tuple[int, ...] | None:
         """The order of attention backends that the program set; None while it is torch's own."""
-        order = tuple(get_sdp_priority_order())
+        order = attention_order()
         return None if order == self._default_priority else order
 
     def use(self, blas: Blas, device: int, context: KernelContext) -> list[int]:

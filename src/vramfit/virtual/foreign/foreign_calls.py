@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from vramfit.patching import PatchStack, change_after
-from vramfit.torch_internals.custom_ops import OPDEFS, triton_ops_to_kernels
+from vramfit.torch_internals.custom_ops import definition_of, triton_ops_to_kernels
 from vramfit.torch_internals.dispatch import OpOverload
 from vramfit.torch_internals.fake_tensors import FakeTensor
 from vramfit.virtual.describe import OF_TORCH
@@ -84,7 +84,7 @@ def handler_of(func: OpOverload) -> Handler | None:
     kernel = KERNELS.get(name if overload in ("", "default") else f"{name}.{overload}")
     if kernel is not None:
         return _described_by_user(kernel)
-    definition = OPDEFS.get(name)
+    definition = definition_of(name)
     if definition is None or (definition._abstract_fn is not None and name not in triton_ops_to_kernels):
         return None
     return _python(definition)

@@ -16,7 +16,7 @@ import torch
 from vramfit.gpus.measured_profile import MeasuredCall, MeasuredProfile
 from vramfit.torch_internals.cuda_device import preferred_blas_backend
 from vramfit.torch_internals.dispatch import OpOverload
-from vramfit.torch_internals.kernel_choice import BlasBackend, fp32_precision
+from vramfit.torch_internals.kernel_choice import is_cublaslt, takes_tf32
 from vramfit.virtual.op_call import Extras, KernelContext, OpCall
 
 _LONGEST = 400
@@ -64,10 +64,10 @@ class Switches(NamedTuple):
             cudnn_enabled=bool(cudnn.enabled),
             cudnn_benchmark=bool(cudnn.benchmark),
             cudnn_deterministic=bool(cudnn.deterministic or always),
-            cudnn_tf32=fp32_precision("cuda", "conv") == "tf32",
+            cudnn_tf32=takes_tf32("conv"),
             deterministic=always and not torch.is_deterministic_algorithms_warn_only_enabled(),
-            matmul_tf32=fp32_precision("cuda", "matmul") == "tf32",
-            prefers_cublaslt=preferred_blas_backend() == BlasBackend.Cublaslt,
+            matmul_tf32=takes_tf32("matmul"),
+            prefers_cublaslt=is_cublaslt(preferred_blas_backend()),
         )
 
     def text(self, name: str) -> str:

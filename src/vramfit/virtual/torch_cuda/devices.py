@@ -141,8 +141,10 @@ def patch_devices(functions: DeviceFunctions, patches: PatchStack) -> None:
     # The state of lazy initialisation: the program starts with CUDA not initialised, whatever happened
     # before, and what it queues must not be left behind.
     cuda_device.initialized.replace(patches, False)
-    cuda_device.queued_calls.replace(patches, cuda_device.queued_before_first_use())
-    cuda_device.lazy_seed_tracker.replace(patches, cuda_device.seed_tracker())
+    if cuda_device.queued_calls.exists:
+        cuda_device.queued_calls.replace(patches, cuda_device.queued_before_first_use())
+    if cuda_device.lazy_seed_tracker.exists:
+        cuda_device.lazy_seed_tracker.replace(patches, cuda_device.seed_tracker())
     # Both were bound at import time from functions that a CPU build lacks.
     cuda_device.in_bad_fork.replace(patches, functions._cuda_isInBadFork)
     cuda_device.exchange_device.replace(patches, functions._cuda_exchangeDevice)
