@@ -49,6 +49,11 @@ class PatchStack:
         self.keep(obj, name)
         setattr(obj, name, value)
 
+    def supply(self, obj: Any, name: str, value: Any) -> None:
+        """As `set`, where it is known that the object may have no attribute of that name."""
+        self.keep(obj, name)
+        setattr(obj, name, value)
+
     def delete(self, obj: Any, name: str) -> None:
         """Delete ``obj.name``, if it is there, until the undo."""
         self.keep(obj, name)

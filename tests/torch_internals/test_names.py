@@ -70,13 +70,25 @@ class TestLookingUp:
 class TestGroups:
     def test_a_group_is_undone_where_a_name_of_torch_is_missing(self, feature: Feature) -> None:
         def install(patches: PatchStack) -> None:
-            patches.set(torch.random, "seed_of_a_test", 1)
+            patches.supply(torch.random, "seed_of_a_test", 1)
             torch.random._no_such_name  # type: ignore[attr-defined]  # noqa: B018
 
         with PatchStack() as patches:
             assert names.attempt(feature, patches, install) is None
             assert not hasattr(torch.random, "seed_of_a_test")
         assert feature.missing == ["torch.random._no_such_name"]
+
+    def test_a_public_name_that_is_gone_is_left_out_and_noted(self, feature: Feature) -> None:
+        def install(patches: PatchStack) -> bool:
+            patches.set(torch.random, "no_such_name", 1)
+            patches.set(torch.random, "seed", 1)
+            return True
+
+        with PatchStack() as patches:
+            assert names.attempt(feature, patches, install)
+            assert not hasattr(torch.random, "no_such_name")
+            assert torch.random.seed == 1  # type: ignore[comparison-overlap]
+        assert feature.missing == ["torch.random.no_such_name"]
 
     def test_a_name_that_cannot_be_imported_is_told(self, feature: Feature) -> None:
         def install(_: PatchStack) -> None:
@@ -97,7 +109,7 @@ class TestGroups:
     def test_a_group_that_works_is_undone_with_the_rest(self, feature: Feature) -> None:
         with PatchStack() as patches:
             assert (
-                names.attempt(feature, patches, lambda group: group.set(torch.random, "of_a_test", 1) or 3)
+                names.attempt(feature, patches, lambda group: group.supply(torch.random, "of_a_test", 1) or 3)
                 == 3
             )
             assert torch.random.of_a_test == 1  # type: ignore[attr-defined]

@@ -154,7 +154,7 @@ class Place:
 
     def supply(self, patches: PatchStack, value: Any) -> None:
         """Bind a value until the undo, also where only other builds of torch have the name."""
-        patches.set(self.holder, self.name, value)
+        patches.supply(self.holder, self.name, value)
 
     def keep(self, patches: PatchStack) -> None:
         """Remember what is bound, so that the undo restores it."""
@@ -176,9 +176,24 @@ def attempt(feature: Feature, patches: PatchStack, install: Callable[[PatchStack
         return install(group)
 
 
+class _Group(PatchStack):
+    """Patches that replace only what torch has: a public name deep in torch may go as well as a private one."""
+
+    def __init__(self, feature: Feature) -> None:
+        super().__init__()
+        self._feature = feature
+
+    def set(self, obj: Any, name: str, value: Any) -> None:
+        """As `PatchStack.set`; a name that is missing in torch is noted and left out."""
+        if _of_torch(obj) and not hasattr(obj, name):
+            self._feature.lack(f"{_path_of(obj)}.{name}")
+        else:
+            super().set(obj, name, value)
+
+
 @contextmanager
 def _all_or_nothing(feature: Feature, patches: PatchStack) -> Iterator[PatchStack]:
-    group = PatchStack()
+    group = _Group(feature)
     patches.call(group.undo)
     try:
         yield group

@@ -152,16 +152,16 @@ def install(mode: OpRunner, outside: Outside, patches: PatchStack) -> None:
     patches.call(compiler.forget_cards)
     # Otherwise fake tensors of constants would be computed on the card.
     patches.set(FakeTensorMode, "avoid_device_init", property(lambda self: True))
-    patches.set(compiler.scheduler, "has_triton", lambda: True)
-    patches.set(pad_mm, "has_triton", lambda: False)  # padding is decided by timing
-    patches.set(compiler.triton_facts, "triton_hash_with_backend", lambda: "virtual")
-    patches.set(async_compile.AsyncCompile, "wakeup", classmethod(lambda cls: None))
+    patches.set(compiler.scheduler, "has_triton", lambda *args, **kwargs: True)
+    patches.set(pad_mm, "has_triton", lambda *args, **kwargs: False)  # padding is decided by timing
+    patches.set(compiler.triton_facts, "triton_hash_with_backend", lambda *args, **kwargs: "virtual")
+    patches.set(async_compile.AsyncCompile, "wakeup", classmethod(lambda cls, *args, **kwargs: None))
     patches.set(select_algorithm, "PyCodeCache", SimpleNamespace(load=_unloaded))
     _patch_folding(patches)
     _patch_compile(mode, outside, patches)
     pools = GraphPools(mode)
     patches.set(compiler.compile_fx, "cudagraphify", pools.wrap)
-    patches.set(compiler.output_code, "maybe_handle_backward_generation", lambda *args: None)
+    patches.set(compiler.output_code, "maybe_handle_backward_generation", lambda *args, **kwargs: None)
 
 
 def _unloaded(source: str, extra: str = "", **options: Any) -> SimpleNamespace:

@@ -19,6 +19,7 @@ from vramfit.errors import UsageError
 from vramfit.patching import PatchStack
 from vramfit.torch_internals import distributed as internals
 from vramfit.torch_internals.distributed import FakeProcessGroup, HashStore, Logger, Reducer, make_fake_group
+from vramfit.torch_internals.names import in_signature_of
 from vramfit.virtual.op_runner import OpRunner
 from vramfit.virtual.ranks.communicators import Communicators
 from vramfit.virtual.ranks.rank_place import RankPlace
@@ -190,7 +191,7 @@ def _patch_backends(
     handles = Handles()
 
     class Nccl(ProcessGroupNCCL):
-        def __new__(cls, store: Any, rank: int, size: int, options: Any = None) -> Any:
+        def __new__(cls, store: Any, rank: int, size: int, options: Any = None, **later: Any) -> Any:
             # As ProcessGroupNCCL.cpp, which does not initialise CUDA: DeviceMesh looks whether anybody has.
             if not mode.machine.devices:
                 raise ValueError("ProcessGroupNCCL is only supported with GPUs, no GPUs found!")
@@ -209,9 +210,9 @@ def _patch_backends(
     Gloo.__name__ = Gloo.__qualname__ = "ProcessGroupGloo"
     Nccl.handles = Gloo.handles = handles
     for module in (internals.c10d, distributed_c10d, distributed):
-        patches.set(module, "ProcessGroupNCCL", Nccl)
+        patches.supply(module, "ProcessGroupNCCL", Nccl)  # a CPU build has none
         if place.world_size > 1:
-            patches.set(module, "ProcessGroupGloo", Gloo)
+            patches.supply(module, "ProcessGroupGloo", Gloo)
     internals.nccl_available.replace(patches, True)
     patches.set(distributed_c10d, "default_pg_nccl_timeout", _TIMEOUT)
     if place.world_size > 1:
@@ -231,7 +232,7 @@ def _patch_backends(
         "deregister_mem_pool": lambda self, pool: None,
     }
     for name, answer in answers.items():
-        patches.set(FakeProcessGroup, name, answer)
+        patches.supply(FakeProcessGroup, name, answer)
 
 
 def _splits(options: Any) -> bool:
@@ -288,7 +289,9 @@ def _patch_splitting(patches: PatchStack) -> None:
                 )
         return mine
 
-    patches.rebind([(distributed_c10d.split_group, split_group)])
+    patches.rebind(
+        [(distributed_c10d.split_group, in_signature_of(distributed_c10d.split_group, split_group))]
+    )
 
 
 def _destroy_afterwards(communicators: Communicators, patches: PatchStack) -> None:

@@ -11,6 +11,7 @@ from torch.distributed import distributed_c10d as c10d
 from vramfit.patching import PatchStack
 from vramfit.torch_internals import distributed
 from vramfit.torch_internals.fake_tensors import FakeTensor
+from vramfit.torch_internals.names import in_signature_of
 from vramfit.virtual.op_runner import OpRunner
 from vramfit.virtual.ranks.mailbox import Mailbox
 from vramfit.virtual.ranks.rank_place import RankPlace
@@ -21,13 +22,13 @@ def install(mode: OpRunner, place: RankPlace, mailbox: Mailbox, patches: PatchSt
     _follow_bytes(mode, patches)
     if place.world_size > 1:
         objects = RankObjects(mode, mailbox)
-        pairs = [
+        pairs: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
             (c10d.broadcast_object_list, objects.broadcast),
             (c10d.scatter_object_list, objects.scatter),
             (c10d.send_object_list, objects.send),
             (c10d.recv_object_list, objects.receive),
         ]
-        patches.rebind(pairs)
+        patches.rebind([(original, in_signature_of(original, ours)) for original, ours in pairs])
 
 
 def _follow_bytes(mode: OpRunner, patches: PatchStack) -> None:

@@ -16,6 +16,7 @@ from torch.profiler import ProfilerActivity
 
 from vramfit.patching import PatchStack
 from vramfit.torch_internals import cuda_device
+from vramfit.torch_internals.names import in_signature_of
 from vramfit.virtual.machine import InvalidDevice, Machine, VirtualDevice
 from vramfit.virtual.torch_cuda.base import CFunctions, invalid_device
 from vramfit.virtual.torch_cuda.devices import device_index_of
@@ -220,7 +221,7 @@ def patch_extras(machine: Machine, patches: PatchStack) -> None:
     for place in cuda_device.nvtx:
         place.supply(patches, nvtx)
     # Reductions between devices take torch's own path; a CPU build would also warn that it lacks NCCL.
-    patches.set(torch.cuda.nccl, "is_available", lambda tensors: False)
+    patches.set(torch.cuda.nccl, "is_available", lambda *args, **kwargs: False)
     _patch_sensors(machine, patches)
     _patch_profiler(machine, patches)
 
@@ -249,10 +250,11 @@ def _patch_sensors(machine: Machine, patches: PatchStack) -> None:
         "list_gpu_processes": processes,
     }
     for name, answer in answers.items():
-        answer.__doc__ = getattr(torch.cuda, name).__doc__
-        answer.__name__ = name
-        patches.set(torch.cuda, name, answer)
-    patches.set(torch.cuda.memory, "list_gpu_processes", processes)
+        original = getattr(torch.cuda, name, None)
+        if original is not None:
+            answers[name] = in_signature_of(original, answer)
+            patches.set(torch.cuda, name, answers[name])
+    patches.set(torch.cuda.memory, "list_gpu_processes", answers["list_gpu_processes"])
 
 
 def _patch_profiler(machine: Machine, patches: PatchStack) -> None:

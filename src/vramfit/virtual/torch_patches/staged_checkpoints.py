@@ -26,9 +26,9 @@ def install(mode: OpRunner, patches: PatchStack) -> None:
         del module
         original = distributed.staged_offload.get()
 
-        def offload(self: Any, x: Any, memo: dict[int, Any], non_blocking: bool = False) -> Any:
+        def offload(self: Any, x: Any, memo: dict[int, Any], *args: Any, **kwargs: Any) -> Any:
             if type(x) is not FakeTensor:
-                return original(self, x, memo, non_blocking)
+                return original(self, x, memo, *args, **kwargs)
             with torch.no_grad():
                 out = x.detach().to("cpu", copy=True)
             if self.pin_memory and out.nbytes >= getattr(self, "pin_memory_min_bytes", 0):
