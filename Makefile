@@ -22,9 +22,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.complete
 # record.py and plans_on_card.py need a card.
 BENCHMARKS = $(sort $(filter-out benchmarks/_% benchmarks/record.py benchmarks/plans_on_card.py,$(wildcard benchmarks/*.py)))
-# strangers.py and python_from_debian.py need a folder; house_pages.py and nccl_tables.py write into the repository;
+# strangers.py and python_from_debian.py need a folder, foreign_wheels.py needs wheels; house_pages.py and nccl_tables.py write into the repository;
 # versions.py has a target of its own.
-NO_STUDIES = strangers python_from_debian house_pages nccl_tables versions
+NO_STUDIES = strangers python_from_debian foreign_wheels house_pages nccl_tables versions
 STUDIES = $(sort $(filter-out $(NO_STUDIES:%=studies/%.py),$(wildcard studies/*.py)))
 
 # torchao's compiled extensions want a CUDA build of torch; without this each import of it warns that they do not load.

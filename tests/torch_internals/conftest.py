@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from vramfit.torch_internals import build_check, build_shim
+from vramfit.torch_internals import build_check, build_shim, cuda_hooks, device_guards
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -27,6 +27,21 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     build_shim.install()
 
 
+@pytest.fixture
+def forget() -> Iterator[Callable[[], None]]:
+    """Has virtual tables named anew; afterwards, too."""
+    _forget()
+    yield _forget
+    _forget()
+
+
+def _forget() -> None:
+    cuda_hooks.hook_names.cache_clear()
+    device_guards.guard_names.cache_clear()
+
+
 def _take_off() -> None:
     build_shim._put_back(build_shim._undo or [])
     build_shim._undo = None
+    _forget()
+    cuda_hooks._table.cache_clear()  # torch points to its own table again

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -10,8 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from vramfit.torch_internals import build_check, build_shim, cuda_hooks
-from vramfit.torch_internals.libraries import library, pointer_at
-from vramfit.torch_internals.virtual_tables import PREFIX, WORD, entries_of
+from vramfit.torch_internals.virtual_tables import entries_of
 
 needs_cuda_build = pytest.mark.skipif(
     not torch.backends.cuda.is_built(), reason="the hooks of a CPU build have nothing of their own"
@@ -20,14 +18,7 @@ needs_cuda_build = pytest.mark.skipif(
 
 def table() -> int:
     """The virtual table that the hooks' object has now."""
-    get = getattr(library("torch_cpu"), cuda_hooks._HOOKS)
-    get.restype = ctypes.c_void_p
-    return pointer_at(get())
-
-
-def interface_table() -> int:
-    symbol = ctypes.c_char.in_dll(library("torch_cpu"), cuda_hooks._INTERFACE_TABLE)
-    return ctypes.addressof(symbol) + PREFIX * WORD
+    return cuda_hooks._place().value or 0
 
 
 @pytest.mark.usefixtures("bare")
@@ -52,9 +43,9 @@ def test_a_cuda_build_has_its_own_hooks_and_guard_again_after_leaving() -> None:
 @needs_cuda_build
 @pytest.mark.usefixtures("bare")
 def test_no_hook_of_a_cuda_build_reaches_its_runtime() -> None:
-    names = cuda_hooks.hook_names()
+    names = cuda_hooks.hook_names(cuda_hooks.interface_table())
     own = entries_of(table(), names.length)
-    interface = entries_of(interface_table(), names.length)
+    interface = entries_of(cuda_hooks.interface_table(), names.length)
     build_shim.install()
     now = entries_of(table(), names.length)
     settled = {names.slot(name) for name in cuda_hooks._SETTLED_AT_COMPILE_TIME if names.has(name)}

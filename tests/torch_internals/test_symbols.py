@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from vramfit.torch_internals.libraries import library
 from vramfit.torch_internals.symbols import SymbolTable, file_at
+from vramfit.torch_internals.torch_libraries import library
 
 
 def address_of(name: str) -> int:
@@ -105,6 +105,8 @@ def test_names_at_one_address_are_all_given(content: bytes, sizes: tuple[int, in
         0x1: (),
     }
     assert (table.size_at(FIRST), table.size_at(SECOND), table.size_at(0x1)) == (*sizes, 0)
+    assert (table.address_of("_ZN1a1cEv"), table.address_of("_ZN1a1dEv")) == (FIRST, SECOND)
+    assert table.address_of("_ZN1a1") is None and table.address_of("file.cpp") is None
 
 
 @pytest.mark.parametrize("content", [elf(0x400010), mach_o(0x400000)], ids=["ELF", "Mach-O"])
@@ -147,6 +149,7 @@ def test_a_file_that_cannot_be_read_has_no_names(content: bytes, tmp_path: Path)
     table = SymbolTable(file)
     assert len(table) == 0
     assert table.names_at([FIRST]) == {FIRST: ()} and table.size_at(FIRST) == 0
+    assert table.address_of("_ZN1a1bEv") is None
 
 
 def test_a_file_that_is_not_there_has_no_names(tmp_path: Path) -> None:

@@ -12,11 +12,15 @@ import torch
 from vramfit.errors import EnvironmentUnfitError
 from vramfit.torch_internals import build_shim, cuda_hooks, device_guards, headers, virtual_tables
 from vramfit.torch_internals.headers import Declared, active, declared
-from vramfit.torch_internals.libraries import pointer_at
 from vramfit.torch_internals.symbols import SymbolTable
+from vramfit.torch_internals.torch_libraries import pointer_at
 from vramfit.torch_internals.virtual_tables import TableNames
 
 # -- the torch that is installed --------------------------------------------------------------------------------------
+
+
+def hook_names() -> TableNames:
+    return cuda_hooks.hook_names(cuda_hooks.interface_table())
 
 
 def guard_names() -> TableNames:
@@ -25,7 +29,7 @@ def guard_names() -> TableNames:
     return device_guards.guard_names(pointer_at(device_guards._guard.address))
 
 
-TABLES = {"hooks": cuda_hooks.hook_names, "guard": guard_names}
+TABLES = {"hooks": hook_names, "guard": guard_names}
 
 
 @pytest.mark.parametrize("table", TABLES)
@@ -41,15 +45,18 @@ def test_symbols_and_headers_of_this_torch_name_every_entry_alike(table: str) ->
 
 
 def test_what_is_declared_for_rocm_alone_takes_no_entry() -> None:
-    names = cuda_hooks.hook_names()
+    names = hook_names()
     if torch.version.hip is None:
         assert not names.has("isGPUArch")
     assert names.slot("deviceSynchronize") == names.length - 1
 
 
 @pytest.mark.parametrize("table", TABLES)
-def test_without_symbols_the_headers_serve(table: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_symbols_the_headers_serve(
+    table: str, forget: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     by_symbol = TABLES[table]()
+    forget()
     _strip(monkeypatch)
     names = TABLES[table]()
     assert not any(names.symbols)
@@ -67,8 +74,11 @@ def test_a_stripped_torch_passes_the_self_check(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("table", TABLES)
-def test_without_headers_the_symbols_serve(table: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_headers_the_symbols_serve(
+    table: str, forget: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     slots = TABLES[table]().declared.slots
+    forget()
     monkeypatch.setattr(headers, "_header", _missing)
     names = TABLES[table]()
     assert {name: names.slot(name) for name in slots} == slots
@@ -93,8 +103,8 @@ def _strip(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(virtual_tables, "SymbolTable", Stripped)
 
 
-def _missing(name: str) -> str:
-    raise FileNotFoundError(name)
+def _missing(path: Path) -> str:
+    raise FileNotFoundError(path)
 
 
 # -- which of the two is right ----------------------------------------------------------------------------------------
@@ -164,20 +174,15 @@ struct API Base : Other {
 """
 
 
-def read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, derived: str) -> Declared:
+def read(folder: Path, derived: str) -> Declared:
     """What is declared by a class below `BASE`."""
-    (tmp_path / "include").mkdir()
-    (tmp_path / "include" / "base.h").write_text(BASE)
-    (tmp_path / "include" / "derived.h").write_text(
-        "struct Derived;\nstruct Derived final : Base {" + derived + "};"
-    )
-    monkeypatch.setattr(torch, "__file__", str(tmp_path / "__init__.py"))
-    return declared(("base.h", "Base"), ("derived.h", "Derived"))
+    (folder / "base.h").write_text(BASE)
+    (folder / "derived.h").write_text("struct Derived;\nstruct Derived final : Base {" + derived + "};")
+    return declared(("base.h", "Base"), ("derived.h", "Derived"), include=folder)
 
 
-def test_entries_come_in_the_order_of_declarations(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_entries_come_in_the_order_of_declarations(tmp_path: Path) -> None:
     found = read(
-        monkeypatch,
         tmp_path,
         """
         ~Derived() override = default;
@@ -190,24 +195,20 @@ def test_entries_come_in_the_order_of_declarations(monkeypatch: pytest.MonkeyPat
     assert found == Declared(slots={"first": 2, "second": 3, "third": 4}, length=5)
 
 
-def test_a_name_that_stands_twice_keeps_its_entries_and_has_no_slot(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    found = read(monkeypatch, tmp_path, "virtual void x(int); virtual void x(long); virtual void y();")
+def test_a_name_that_stands_twice_keeps_its_entries_and_has_no_slot(tmp_path: Path) -> None:
+    found = read(tmp_path, "virtual void x(int); virtual void x(long); virtual void y();")
     assert found == Declared(slots={"first": 2, "second": 3, "y": 6}, length=7)
 
 
-def test_after_a_name_that_may_replace_another_nothing_is_certain(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    found = read(monkeypatch, tmp_path, "virtual void x(); virtual bool first(int) const; virtual void y();")
+def test_after_a_name_that_may_replace_another_nothing_is_certain(tmp_path: Path) -> None:
+    found = read(tmp_path, "virtual void x(); virtual bool first(int) const; virtual void y();")
     assert found == Declared(slots={"first": 2, "second": 3, "x": 4}, length=None)
 
 
-def test_a_class_that_is_not_there_has_no_entries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    read(monkeypatch, tmp_path, "")
-    nothing = Declared(slots={}, length=None)
-    assert declared(("base.h", "Elsewhere")) == declared(("none.h", "Base")) == nothing
+def test_a_class_that_is_not_there_has_no_entries(tmp_path: Path) -> None:
+    read(tmp_path, "")
+    for place in (("base.h", "Elsewhere"), ("none.h", "Base")):
+        assert declared(place, include=tmp_path) == Declared(slots={}, length=None)
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,23 @@ def backward(module: nn.Module, *inputs: Any) -> Tensor:
     return first
 
 
+@pytest.mark.parametrize(
+    ("card", "kept"),
+    [
+        ("RTX 4090", torch.channels_last),
+        (
+            "T4",
+            torch.contiguous_format,
+        ),  # cuDNN takes bfloat16 from compute capability 8.0 on; torch's own kernel is dense
+    ],
+)
+def test_a_convolution_in_bfloat16_has_the_layout_of_its_card(card: str, kept: torch.memory_format) -> None:
+    with VirtualGPU(card):
+        images = cuda(2, 8, 16, 16, dtype=torch.bfloat16).to(memory_format=torch.channels_last)
+        convolved = F.conv2d(images, leaf(8, 8, 3, 3, dtype=torch.bfloat16), dilation=2)
+        assert convolved.is_contiguous(memory_format=kept)
+
+
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 def test_convolutions_and_norms(gpu: VirtualGPU, memory_format: torch.memory_format) -> None:
     model = nn.Sequential(

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from vramfit.errors import EnvironmentUnfitError, UnknownGpuError
 from vramfit.torch_internals import build_check, build_shim, cuda_hooks, device_guards
-from vramfit.torch_internals.libraries import put
+from vramfit.torch_internals.torch_libraries import put
 from vramfit.trace.journal import TraceJournal
 from vramfit.virtual import gpu as gpu_module
 from vramfit.virtual import ranks, torch_cuda

@@ -27,7 +27,7 @@ _C: Any = torch._C
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class Asked:
     """One thing that torch decides for ``cuda`` tensors.
 
     Attributes:
@@ -69,7 +69,7 @@ def self_check() -> None:
     _passed_in = os.getpid()
 
 
-def _put(question: Question) -> None:
+def _put(question: Asked) -> None:
     if not hasattr(_C, question.needs):
         return
     try:
@@ -191,77 +191,77 @@ _CONVOLUTION = "_ConvBackend.Cudnn"
 _HOOK = "the CUDA hook {}"
 
 QUESTIONS = (
-    Question(
+    Asked(
         about="the accelerator that it was built for",
         hook=_HOOK.format("isBuilt"),
         needs="_accelerator_getAccelerator",
         ask=lambda: _C._accelerator_getAccelerator(),
         expected="cuda",
     ),
-    Question(
+    Asked(
         about="the current device of its guard",
         hook="uncheckedSetDevice or getDevice of the device guard",
         needs="_accelerator_getDeviceIndex",
         ask=_on_last_device(lambda: _C._accelerator_getDeviceIndex()),
         expected=str(_LAST),
     ),
-    Question(
+    Asked(
         about="the device that x.cuda() goes to",
         hook="uncheckedSetDevice or getDevice of the device guard",
         needs="_select_conv_backend",
         ask=_on_last_device(lambda: torch.empty(1).cuda().device),
         expected=f"cuda:{_LAST}",
     ),
-    Question(
+    Asked(
         about="the number of devices",
         hook=_HOOK.format("deviceCount"),
         needs="_accelerator_hooks_device_count",
         ask=lambda: _C._accelerator_hooks_device_count(),
         expected=str(_DEVICES),
     ),
-    Question(
+    Asked(
         about="the current device of its hooks",
         hook=_HOOK.format("getCurrentDevice"),
         needs="_accelerator_hooks_get_current_device",
         ask=_on_last_device(lambda: _C._accelerator_hooks_get_current_device()),
         expected=str(_LAST),
     ),
-    Question(
+    Asked(
         about="who computes a convolution",
         hook=_HOOK.format("compiledWithCuDNN, or versionCuDNN before torch 2.13,"),
         needs="_select_conv_backend",
         ask=_convolution(),
         expected=_CONVOLUTION,
     ),
-    Question(
+    Asked(
         about="who computes a dilated convolution",
         hook=_HOOK.format("supportsDilatedConvolutionWithCuDNN"),
         needs="_select_conv_backend",
         ask=_convolution(dilation=2),
         expected=_CONVOLUTION,
     ),
-    Question(
+    Asked(
         about="who computes a convolution in bfloat16",
         hook=_HOOK.format("supportsBFloat16ConvolutionWithCuDNNv8"),
         needs="_select_conv_backend",
         ask=_convolution(dtype=torch.bfloat16),
         expected=_CONVOLUTION,
     ),
-    Question(
+    Asked(
         about="who computes a depthwise convolution in float16",
         hook=_HOOK.format("supportsDepthwiseConvolutionWithCuDNN"),
         needs="_select_conv_backend",
         ask=_convolution(channels=32, groups=32, dtype=torch.float16),
         expected=_CONVOLUTION,
     ),
-    Question(
+    Asked(
         about="who computes a batch norm",
         hook=_HOOK.format("versionCuDNN or batchnormMinEpsilonCuDNN"),
         needs="_select_batch_norm_backend",
         ask=_batch_norm(1e-5),
         expected="_BatchNormBackend.Cudnn",
     ),
-    Question(
+    Asked(
         about="who computes a batch norm whose epsilon is too small for cuDNN",
         hook=_HOOK.format("batchnormMinEpsilonCuDNN"),
         needs="_select_batch_norm_backend",

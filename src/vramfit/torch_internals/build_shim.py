@@ -16,7 +16,7 @@ import torch
 
 from vramfit.errors import EnvironmentUnfitError
 from vramfit.torch_internals import cuda_hooks, device_guards, releases
-from vramfit.torch_internals.libraries import Undo
+from vramfit.torch_internals.torch_libraries import Undo
 
 # What puts a CUDA build's own guard and hooks back. None while the shim is not in place.
 _undo: list[Undo] | None = None

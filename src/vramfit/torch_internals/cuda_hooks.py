@@ -20,6 +20,7 @@ initialize the real CUDA that a program may use after the virtual GPU was left.
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,7 +28,7 @@ import torch
 
 from vramfit.torch_internals import device_guards
 from vramfit.torch_internals.headers import declared
-from vramfit.torch_internals.libraries import Undo, library, put
+from vramfit.torch_internals.torch_libraries import Undo, library, put
 from vramfit.torch_internals.virtual_tables import PREFIX, WORD, TableNames, entries_of, table_names
 
 Capabilities = Sequence[tuple[int, int]]
@@ -67,9 +68,6 @@ _SETTLED_AT_COMPILE_TIME = (
 _NEEDED = ("isBuilt", "hasPrimaryContext")
 """Hooks that every supported release asks; one that asks another no more has no entry for it."""
 
-# Objects that C++ keeps pointers to: they must never be collected.
-_keep_alive: list[object] = []
-
 
 def _before_any() -> Capabilities:
     """One card that can do all, for the self-check."""
@@ -99,23 +97,32 @@ def install() -> Undo:
         OSError, ValueError, AttributeError: this torch does not export its hooks.
         EnvironmentUnfitError: nothing says which entry of their virtual table is a hook that we answer.
     """
-    hooks = library("torch_cpu")
-    get = getattr(hooks, _HOOKS)
+    place = _place()
+    own = place.value or 0
+    interface = interface_table() if torch.backends.cuda.is_built() else own
+    return put(place, ctypes.addressof(_table(own, interface)[0]) + PREFIX * WORD)
+
+
+def _place() -> ctypes.c_void_p:
+    """Where the hooks' object has the pointer to its table."""
+    get = getattr(library("torch_cpu"), _HOOKS)
     get.restype = ctypes.c_void_p
-    place = ctypes.c_void_p.from_address(get())
-    assert place.value is not None
-    interface = ctypes.addressof(ctypes.c_char.in_dll(hooks, _INTERFACE_TABLE)) + PREFIX * WORD
-    names = hook_names(interface)
-    table = _table(names, own=place.value, interface=interface)
-    return put(place, ctypes.addressof(table) + PREFIX * WORD)
+    return ctypes.c_void_p.from_address(get())
 
 
-def hook_names(interface: int | None = None) -> TableNames:
+def interface_table() -> int:
+    """The table of the interface itself, which a CPU build's object has.
+
+    Raises:
+        ValueError: it is not exported, as on macOS.
+    """
+    symbol = ctypes.c_char.in_dll(library("torch_cpu"), _INTERFACE_TABLE)
+    return ctypes.addressof(symbol) + PREFIX * WORD
+
+
+@functools.cache
+def hook_names(interface: int) -> TableNames:
     """The entries of the interface's virtual table by name; those of an implementation are the same."""
-    if interface is None:
-        interface = (
-            ctypes.addressof(ctypes.c_char.in_dll(library("torch_cpu"), _INTERFACE_TABLE)) + PREFIX * WORD
-        )
     return table_names(
         "CUDAHooksInterface",
         interface,
@@ -127,22 +134,25 @@ def hook_names(interface: int | None = None) -> TableNames:
     )
 
 
-def _table(names: TableNames, own: int, interface: int) -> ctypes.Array[ctypes.c_void_p]:
-    """The copy with our answers: as long as the interface's table, and no longer."""
-    start = own - PREFIX * WORD
-    table = (ctypes.c_void_p * (PREFIX + names.length))(*entries_of(start, PREFIX + names.length))
+@functools.cache
+def _table(own: int, interface: int) -> tuple[Any, ...]:
+    """The copy with our answers, as long as the interface's table and no longer, and the functions that it points to.
+
+    It is made once for an object's own table: C++ may keep pointers to any of it, so nothing of it is ever collected.
+    """
+    names = hook_names(interface)
+    length = PREFIX + names.length
+    table = (ctypes.c_void_p * length)(*entries_of(own - PREFIX * WORD, length))
     if torch.backends.cuda.is_built():
         kept = {names.slot(name) for name in _SETTLED_AT_COMPILE_TIME if names.has(name)}
         refusing = entries_of(interface, names.length)
         for slot in range(_DESTRUCTORS, names.length):
             if slot not in kept:
                 table[PREFIX + slot] = refusing[slot]
-    for name, function in _answers().items():
-        if names.has(name) or name in _NEEDED:
-            table[PREFIX + names.slot(name)] = ctypes.cast(function, ctypes.c_void_p).value
-            _keep_alive.append(function)
-    _keep_alive.append(table)
-    return table
+    answers = {name: ask for name, ask in _answers().items() if names.has(name) or name in _NEEDED}
+    for name, function in answers.items():
+        table[PREFIX + names.slot(name)] = ctypes.cast(function, ctypes.c_void_p).value
+    return table, *answers.values()
 
 
 def _answers() -> dict[str, Any]:

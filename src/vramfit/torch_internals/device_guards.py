@@ -10,13 +10,14 @@ register, for a moment, a dummy whose every method returns 0, and let torch repl
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from vramfit.torch_internals.headers import declared
-from vramfit.torch_internals.libraries import Undo, library, pointer_at, put
+from vramfit.torch_internals.torch_libraries import Undo, library, pointer_at, put
 from vramfit.torch_internals.virtual_tables import WORD, TableNames, table_names
 
 _CUDA = 1  # c10/core/DeviceType.h: DeviceType::CUDA
@@ -26,9 +27,6 @@ _ENCODINGS = (
     "3c104impl24DeviceGuardImplInterface",
 )
 _DUMMY_SLOTS = 64
-
-# Objects that C++ keeps pointers to: they must never be collected.
-_keep_alive: list[object] = []
 
 
 class _Guard(NamedTuple):
@@ -52,14 +50,11 @@ def install() -> Undo:
     global _guard
     registry = (ctypes.c_void_p * (_CUDA + 1)).in_dll(library("c10"), _REGISTRY)
     entry = ctypes.c_void_p.from_buffer(registry, _CUDA * WORD)
-    zero = ctypes.CFUNCTYPE(ctypes.c_longlong)(lambda: 0)
-    slots = (ctypes.c_void_p * _DUMMY_SLOTS)(*([ctypes.cast(zero, ctypes.c_void_p).value] * _DUMMY_SLOTS))
-    dummy = (ctypes.c_void_p * 4)(ctypes.addressof(slots))
-    _keep_alive.extend((zero, slots, dummy, registry))
-    put_back = put(entry, ctypes.addressof(dummy))
+    dummy = ctypes.addressof(_dummy()[0])
+    put_back = put(entry, dummy)
     try:
         torch._C._ensureCUDADeviceGuardSet()
-        if entry.value is None or entry.value == ctypes.addressof(dummy):
+        if entry.value is None or entry.value == dummy:
             raise ValueError("torch did not replace the dummy device guard")
         _guard = _methods(entry.value)
     except BaseException:
@@ -74,6 +69,14 @@ def install() -> Undo:
     return undo
 
 
+@functools.cache
+def _dummy() -> tuple[Any, ...]:
+    """A guard whose every method returns 0, with what it points to: C++ may see it, so it is never collected."""
+    zero = ctypes.CFUNCTYPE(ctypes.c_longlong)(lambda: 0)
+    slots = (ctypes.c_void_p * _DUMMY_SLOTS)(*([ctypes.cast(zero, ctypes.c_void_p).value] * _DUMMY_SLOTS))
+    return (ctypes.c_void_p * 4)(ctypes.addressof(slots)), slots, zero
+
+
 def _methods(guard: int) -> _Guard:
     table = pointer_at(guard)
     names = guard_names(table)
@@ -86,6 +89,7 @@ def _methods(guard: int) -> _Guard:
     )
 
 
+@functools.cache
 def guard_names(table: int) -> TableNames:
     """The entries of the no-op guard's virtual table, by name."""
     return table_names(

@@ -28,20 +28,22 @@ class Declared:
     length: int | None
 
 
-def declared(*places: tuple[str, str]) -> Declared:
+def declared(*places: tuple[str, str], include: Path | None = None) -> Declared:
     """The virtual methods of a class, from the headers of its bases and its own, the uppermost base first.
 
     A method that is declared twice in one class (overloaded) takes two slots, and neither is its name's. One that is
     declared again below, without ``override``, may or may not replace the first: from there on nothing is certain.
 
     Args:
-        places: for each class its header, below torch's folder of headers, and its name.
+        places: for each class its header, below the folder of headers, and its name.
+        include: that folder; of the installed torch by default.
     """
+    folder = Path(torch.__file__).parent / "include" if include is None else include
     order: list[str] = []
     try:
         for header, name in places:
             above = set(order)
-            for method in _methods(_body(_header(header), name)):
+            for method in _methods(_body(_header(folder / header), name)):
                 if method in above and method != _DESTRUCTOR:
                     return Declared(slots=_single(order), length=None)
                 if method != _DESTRUCTOR or _DESTRUCTOR not in above:
@@ -55,9 +57,9 @@ def _single(order: list[str]) -> dict[str, int]:
     return {name: slot for slot, name in enumerate(order) if order.count(name) == 1}
 
 
-def _header(name: str) -> str:
-    """A header of torch without its comments, and without what this build leaves out."""
-    text = (Path(torch.__file__).parent / "include" / name).read_text(encoding="utf-8")
+def _header(path: Path) -> str:
+    """A header without its comments, and without what this build leaves out."""
+    text = path.read_text(encoding="utf-8")
     return active(re.sub(r"/\*.*?\*/|//[^\n]*", "", text, flags=re.DOTALL), _defined())
 
 

@@ -143,6 +143,17 @@ class SymbolTable:
             return 0
         return int(later.min()) - address
 
+    def address_of(self, name: str) -> int | None:
+        """The address of a mangled name; None where the table does not have it."""
+        text = b"\0" + self._prefix + name.encode() + b"\0"
+        position = self._data.find(text, self._strings)
+        if position < 0:
+            return None
+        for entry in self._entries[self._entries["name"] == position + 1 - self._strings]:
+            if self._is_named(int(entry["kind"])):
+                return int(entry["value"])
+        return None
+
     def _read_elf(self) -> None:
         segments_at, sections_at = struct.unpack_from("<QQ", self._data, 32)
         segments, sections = struct.unpack_from("<2xH2xH", self._data, 54)

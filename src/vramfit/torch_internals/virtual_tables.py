@@ -109,13 +109,12 @@ def table_names(of: str, table: int, encodings: Sequence[str], declared: Declare
             "Use a PyTorch wheel from PyPI; or report this version.",
         )
     entries = entries_of(table, length)
-    method = re.compile(_METHOD.format("|".join(map(re.escape, encodings))))
     if found is None or symbols is None:
         return TableNames(of=of, symbols=[{}] * length, declared=declared)
     shift = symbols.first_page - found.base
     names = symbols.names_at(entry + shift for entry in entries)
     return TableNames(
-        of=of, symbols=[_methods(names[entry + shift], method) for entry in entries], declared=declared
+        of=of, symbols=[methods_of(names[entry + shift], encodings) for entry in entries], declared=declared
     )
 
 
@@ -124,7 +123,9 @@ def entries_of(table: int, length: int) -> tuple[int, ...]:
     return tuple(entry or 0 for entry in (ctypes.c_void_p * length).from_address(table))
 
 
-def _methods(mangled: Sequence[str], method: re.Pattern[str]) -> dict[str, str]:
+def methods_of(mangled: Sequence[str], encodings: Sequence[str]) -> dict[str, str]:
+    """Those of some symbols that are methods of the given classes, with the names of the methods."""
+    method = re.compile(_METHOD.format("|".join(map(re.escape, encodings))))
     found = {}
     for symbol in mangled:
         if match := method.match(symbol):
