@@ -278,6 +278,10 @@ class CUDAGraphBase:
         return id(self) + 8
 
 
+def dump_nothing(cuda_graph: object, path: object, **options: object) -> None:
+    """Stands for ``torch.cuda.graphs._dump_graph_dot`` (since 2.14), which writes the kernels of a graph: here none."""
+
+
 class MemPoolBase:
     """Stands for ``torch._C._MemPool`` (ATen/cuda/MemPool.cpp)."""
 

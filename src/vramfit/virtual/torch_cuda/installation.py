@@ -22,15 +22,16 @@ from typing import Any
 import torch
 
 from vramfit.patching import PatchStack
+from vramfit.torch_internals import cuda_bindings
 from vramfit.torch_internals.real_tensors import refuse_real_tensors
 from vramfit.virtual.machine import Machine
 from vramfit.virtual.torch_cuda.backends import BackendFunctions, patch_backends
 from vramfit.virtual.torch_cuda.base import C, CFunctions, set_machine
-from vramfit.virtual.torch_cuda.cuda_graphs import MemPool, PoolFunctions, base_classes
+from vramfit.virtual.torch_cuda.cuda_graphs import MemPool, PoolFunctions, base_classes, dump_nothing
 from vramfit.virtual.torch_cuda.devices import DeviceFunctions, patch_devices
 from vramfit.virtual.torch_cuda.extras import CommFunctions, TunableFunctions, patch_extras
 from vramfit.virtual.torch_cuda.legacy import patch_legacy_tensors
-from vramfit.virtual.torch_cuda.memory import MemoryFunctions
+from vramfit.virtual.torch_cuda.memory import MemoryFunctions, patch_memory
 from vramfit.virtual.torch_cuda.rng import patch_rng
 from vramfit.virtual.torch_cuda.streams import StreamFunctions, VirtualStream, patch_streams
 
@@ -70,7 +71,8 @@ def install(machine: Machine, patches: PatchStack) -> None:
     pairs += patch_streams(patches)
     pairs += patch_rng(patches)
     patches.rebind(pairs)
-    patches.rebind(_made_anew(torch.cuda.streams, ("Stream", "ExternalStream", "Event")))
+    cuda_bindings.hide(patches)
+    patches.rebind(_made_anew(torch.cuda.streams, ("Stream", "ExternalStream", "Event"), patches))
     names = (
         "CUDAGraph",
         "graph",
@@ -78,10 +80,11 @@ def install(machine: Machine, patches: PatchStack) -> None:
         "is_current_stream_capturing",
         "graph_pool_handle",
     )
-    patches.rebind(_made_anew(torch.cuda.graphs, names))
+    patches.rebind(_made_anew(torch.cuda.graphs, names, patches, _dump_graph_dot=dump_nothing))
     patches.rebind([(torch.cuda.MemPool, MemPool)])
     patch_devices(devices, patches)
     patch_backends(backends, patches)
+    patch_memory(machine, patches)
     patch_extras(machine, patches)
     patch_legacy_tensors(patches)
 
@@ -99,8 +102,13 @@ def _code(module: ModuleType) -> CodeType:
     return compile(inspect.getsource(module), str(module.__file__), "exec")
 
 
-def _made_anew(module: ModuleType, names: Sequence[str]) -> Pairs:
-    """Run a module's source once more, apart from it; returns pairs of its old and new objects of these names."""
+def _made_anew(
+    module: ModuleType, names: Sequence[str], patches: PatchStack, **instead: Callable[..., object]
+) -> Pairs:
+    """Run a module's source once more, apart from it; returns pairs of its old and new objects of these names.
+
+    Functions of `instead` take the place of the module's own of their names, where it has such.
+    """
     fresh = ModuleType(module.__name__)
     fresh.__dict__.update(__package__=module.__package__, __file__=module.__file__)
     exec(_code(module), fresh.__dict__)
@@ -111,6 +119,8 @@ def _made_anew(module: ModuleType, names: Sequence[str]) -> Pairs:
         if type(value) in _REGISTRIES and name in vars(fresh)
     }
     fresh.__dict__.update(shared)
+    fresh.__dict__.update({name: function for name, function in instead.items() if name in vars(module)})
+    cuda_bindings.hide_in(fresh, patches)
     return [(vars(module)[name], vars(fresh)[name]) for name in names if name in vars(module)]
 
 

@@ -4,13 +4,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from vramfit.allocator import OutOfMemory
 from vramfit.errors import ConfigError
+from vramfit.patching import PatchStack
 from vramfit.trace.settings import settings_from_conf
 from vramfit.virtual import simulated_streams as ids
 from vramfit.virtual.machine import Machine, VirtualDevice
@@ -235,6 +237,24 @@ class MemoryFunctions(CFunctions):
 
     def _cuda_getMemoryMetadata(self) -> str:
         return self.metadata
+
+
+def patch_memory(machine: Machine, patches: PatchStack) -> None:
+    """Replace what ``torch.cuda.memory`` asks the runtime for by itself."""
+    # Since 2.13; it calls cudaMallocManaged through cuda.bindings.
+    use_uvm = getattr(torch.cuda.memory, "_use_uvm", None)
+    if use_uvm is None:
+        return
+
+    @contextmanager
+    def use_managed_memory(device: Any = None) -> Iterator[None]:
+        machine.warn(
+            "managed-memory", "Managed memory counts as memory of the card, and does not grow beyond it"
+        )
+        with torch.cuda.use_mem_pool(torch.cuda.MemPool(), device):
+            yield
+
+    patches.rebind([(use_uvm, use_managed_memory)])
 
 
 class NativeAllocator:
