@@ -104,13 +104,14 @@ def test_none_is_asked_unless_wanted(tmp_path, monkeypatch):
 
 
 def test_which_cudnn_belongs_to_which_torch():
-    assert [dotted(of_torch((2, minor))) for minor in (9, 11, 13, 14)] == [
+    assert [dotted(of_torch((2, minor))) for minor in (9, 11, 13, 14, 15)] == [
         "9.10.2",
         "9.19.0",
         "9.20.0",
         "9.24.0",
+        "9.26.0",
     ]
-    assert of_torch((2, 99)) == of_torch((2, 14))
+    assert of_torch((2, 99)) == of_torch((2, 15))
 
 
 def test_a_file_that_is_no_library_wants_nothing_of_the_driver(tmp_path):

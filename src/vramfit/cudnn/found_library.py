@@ -45,11 +45,12 @@ OF_WHEEL = {
     (2, 12): 92000,
     (2, 13): 92000,
     (2, 14): 92400,
+    (2, 15): 92600,
 }
 """cuDNN that the default wheel of each torch release asks for (its ``nvidia-cudnn-cu12`` or ``-cu13`` requirement on
 PyPI), in cuDNN's own numbering: 9.19.0 is 91900."""
 
-OF_NEWER = 92400
+OF_NEWER = 92600
 """What later releases count as: the last one known."""
 
 

@@ -178,6 +178,19 @@ def test_batches_above_65535_are_computed_in_chunks():
     found = extras(backward, (*args[:-1], [True, True, True, False]), {}, None, context())
     assert found is not None
     assert found.after[:3] == (65_535 * 8 * 32 * 2,) * 3
+    later = context(version=(2, 15))  # launches with an offset
+    assert ask(op, query, query, query, None, True, ctx=later) is None
+    found = extras(backward, (*args[:-1], [True, True, True, False]), {}, None, later)
+    assert found is not None
+    assert found.after[0] == 70_000 * 8 * 4  # row sums of all
+
+
+def test_efficient_backward_sums_gradients_of_shared_heads():
+    # A head of keys for four of queries: dK and dV of all eight query heads beside row sums and the workspace.
+    query, key = heads_last(2, 8, 512, 64), heads_last(2, 2, 256, 64)
+    own = efficient_backward(query, heads_last(2, 8, 256, 64), context(version=(2, 14)))
+    shared = efficient_backward(query, key, context(version=(2, 14)))
+    assert shared.after == (2 * 8 * 256 * 64 * 2,) * 2 + own.after
 
 
 # -- corrected outputs

@@ -114,8 +114,81 @@ def test_grouped_query_attention():
     assert choose(tensors, context("H100 SXM"), mask=mask, gqa=True) is SdpaBackend.CUDNN
 
 
-def test_three_dimensional_inputs_use_math():
-    assert choose(qkv((8, 128, 64)), context()) is SdpaBackend.MATH
+def test_one_head_of_keys_serves_all_queries_since_2_14():
+    tensors = qkv((2, 8, 128, 64), (2, 1, 128, 64))
+    mask = cuda(128, 128, dtype=HALF)
+    assert choose(tensors, context(version=(2, 13))) is SdpaBackend.MATH
+    assert choose(tensors, context(version=(2, 14))) is SdpaBackend.FLASH
+    assert choose(tensors, context(version=(2, 14)), mask=mask) is SdpaBackend.EFFICIENT
+    assert choose(tensors, context("H100 SXM", (2, 14))) is SdpaBackend.CUDNN
+    two = qkv((2, 8, 128, 64), (2, 2, 128, 64))
+    assert choose(two, context(version=(2, 14))) is SdpaBackend.MATH
+    assert choose(two, context(version=(2, 14)), mask=mask, gqa=True) is SdpaBackend.EFFICIENT
+
+
+def test_three_dimensional_inputs_get_a_batch_since_2_14():
+    mask = cuda(8, 128, 128, dtype=HALF)
+    assert choose(qkv((8, 128, 64)), context(version=(2, 13))) is SdpaBackend.MATH
+    assert choose(qkv((8, 128, 64)), context(version=(2, 14))) is SdpaBackend.FLASH
+    assert choose(qkv((8, 128, 64)), context(version=(2, 14)), mask=mask) is SdpaBackend.EFFICIENT
+    assert choose(qkv((128, 64)), context(version=(2, 14))) is SdpaBackend.MATH
+
+
+def test_dropout_in_sixteenths_for_cudnn_since_2_12():
+    for dropout, version, expected in (
+        (0.1, (2, 11), SdpaBackend.CUDNN),
+        (0.1, (2, 12), SdpaBackend.FLASH),
+        (0.125, (2, 12), SdpaBackend.CUDNN),
+    ):
+        assert choose(qkv(), context("H100 SXM", version), dropout=dropout) is expected
+
+
+def test_offsets_that_are_not_aligned_keep_memory_efficient_attention_away_since_2_13():
+    with FAKE:
+        flat = torch.empty(2 * 8 * 128 * 64 + 1, device="cuda")
+        shifted = flat[1:].view(2, 8, 128, 64)
+    for version, expected in (((2, 12), SdpaBackend.EFFICIENT), ((2, 13), SdpaBackend.MATH)):
+        assert choose((shifted, shifted, shifted), context(version=version)) is expected
+
+
+@pytest.mark.parametrize(
+    ("version", "size", "value_size", "grad", "expected"),
+    [
+        ((2, 10), 256, 256, False, SdpaBackend.FLASH),  # its cuDNN 9.10.2 is not preferred
+        ((2, 13), 256, 256, True, SdpaBackend.CUDNN),
+        ((2, 13), 192, 128, True, SdpaBackend.CUDNN),
+        ((2, 13), 176, 176, True, SdpaBackend.CUDNN),
+        ((2, 14), 256, 256, True, SdpaBackend.CUDNN),
+        ((2, 14), 192, 128, True, SdpaBackend.CUDNN),
+        ((2, 14), 176, 176, True, SdpaBackend.FLASH),  # not in its backward pass
+        ((2, 14), 176, 176, False, SdpaBackend.CUDNN),
+    ],
+)
+def test_wide_heads_on_hopper_by_release(version, size, value_size, grad, expected):
+    query, key = (cuda(2, 8, 128, size, dtype=HALF, requires_grad=grad) for _ in range(2))
+    value = cuda(2, 8, 128, value_size, dtype=HALF, requires_grad=grad)
+    assert choose((query, key, value), context("H100 SXM", version)) is expected
+
+
+def test_wide_heads_on_b200_by_release():
+    for version, size, value_size, expected in (
+        ((2, 13), 256, 256, SdpaBackend.FLASH),
+        ((2, 13), 192, 128, SdpaBackend.CUDNN),
+        ((2, 14), 256, 256, SdpaBackend.CUDNN),
+    ):
+        value = cuda(2, 8, 128, value_size, dtype=HALF)
+        tensors = (cuda(2, 8, 128, size, dtype=HALF), cuda(2, 8, 128, size, dtype=HALF), value)
+        assert choose(tensors, context("B200", version)) is expected
+
+
+def test_2_15_keeps_older_versions_of_cudnn_from_gradients_that_are_not_finite():
+    tensors = qkv((2, 8, 192, 64), grad=True)
+    old = {"cudnn_version": 92400}
+    assert choose(tensors, context("H100 SXM", (2, 14))) is SdpaBackend.CUDNN
+    assert choose(tensors, context("H100 SXM", (2, 15))) is SdpaBackend.CUDNN
+    assert choose(tensors, context("H100 SXM", (2, 15), **old)) is SdpaBackend.FLASH
+    assert choose(tensors, context("H100 SXM", (2, 15), **old), causal=True) is SdpaBackend.CUDNN
+    assert choose(qkv((2, 8, 192, 64)), context("H100 SXM", (2, 15), **old)) is SdpaBackend.CUDNN
 
 
 def test_nothing_left_raises_as_on_a_card():
@@ -127,13 +200,16 @@ def test_nothing_left_raises_as_on_a_card():
 def test_cudnn_takes_at_most_65535_samples():
     assert choose(qkv((65_535, 1, 16, 64)), context("H100 SXM")) is SdpaBackend.CUDNN
     assert choose(qkv((65_536, 1, 16, 64)), context("H100 SXM")) is SdpaBackend.FLASH
+    assert choose(qkv((65_536, 1, 16, 64)), context("H100 SXM", (2, 12))) is SdpaBackend.CUDNN
+    assert choose(qkv((65_536, 1, 16, 64)), context("H100 SXM", (2, 15))) is SdpaBackend.EFFICIENT
 
 
 def test_single_queries_are_kept_from_some_versions_of_cudnn():
     tensors = qkv((2, 8, 1, 64), (2, 8, 128, 64))
     assert choose(tensors, context("B200", (2, 13))) is SdpaBackend.CUDNN
-    assert choose(tensors, context("B200", (2, 15))) is SdpaBackend.FLASH
-    assert choose(tensors, context("B200", (2, 15), cudnn_version=92401)) is SdpaBackend.CUDNN
+    assert choose(tensors, context("B200", (2, 14))) is SdpaBackend.FLASH
+    assert choose(tensors, context("B200", (2, 14), cudnn_version=92401)) is SdpaBackend.CUDNN
+    assert choose(tensors, context("B200", (2, 15))) is SdpaBackend.CUDNN
     assert choose(tensors, context("H100 SXM", (2, 15))) is SdpaBackend.CUDNN
 
 
@@ -187,6 +263,17 @@ def test_math_computes_in_float32_and_adds_the_mask_in_place():
     assert "aten._safe_softmax.default" in called
     called, _ = run(qkv((8, 128, 64)), context(half_reduction_math_sdp=True))
     assert "aten._to_copy.default" not in called
+
+
+def test_three_dimensions_come_back_as_three_since_2_14():
+    tensors = qkv((8, 128, 64), grad=True)
+    called, out = run(tensors, context(version=(2, 14)))
+    assert out.shape == (8, 128, 64)
+    assert "aten._scaled_dot_product_flash_attention.default" in called
+    mask = cuda(128, 128, dtype=HALF)
+    called, out = run(tensors, context(version=(2, 14)), mask=mask)
+    assert out.shape == (8, 128, 64)
+    assert "aten._scaled_dot_product_efficient_attention.default" in called
 
 
 def test_math_repeats_shared_heads():

@@ -181,13 +181,19 @@ def _efficient_forward(out: torch.Tensor, query_size: int) -> Extras | None:
     return _extras([], [out.numel() * _FLOAT])
 
 
-_MOST_BATCHES = (1 << 16) - 1  # of one launch; larger batches are computed in chunks
+_MOST_BATCHES = (1 << 16) - 1  # of one launch
+
+
+def _is_chunked(batch: int, ctx: KernelContext) -> bool:
+    """Whether a batch is computed in chunks: since 2.15 a kernel is launched again with an offset (``batch_offset``
+    of mem_eff_attention/kernel_forward.h and kernel_backward.h)."""
+    return batch > _MOST_BATCHES and ctx.torch_version < (2, 15)
 
 
 def _efficient_forward_rule(call: OpCall) -> Extras | None:
     """``_scaled_dot_product_efficient_attention_cuda``: the first chunk's results come before those of the whole."""
     batch = call.args[0].shape[0]
-    if batch <= _MOST_BATCHES:
+    if not _is_chunked(batch, call.context):
         return _efficient_forward(call.out[0], call.args[0].shape[-1])
     parts = [nbytes(result) // batch * _MOST_BATCHES for result in call.out[:2]]
     accumulator = _efficient_forward(call.out[0][:_MOST_BATCHES], call.args[0].shape[-1])
@@ -276,13 +282,24 @@ def _efficient_backward(
     return summing if sum(summing) > 2 * rows + workspace else [rows, rows, workspace]
 
 
+def _head_gradients(shape: tuple[int, int, int, int, int, int], key_heads: int, element: int) -> list[int]:
+    """Gradients of keys and values for every query head, which are summed where heads share them (since 2.14:
+    ``grad_key_ptr`` of kernel_backward.h, and the sums in ``_efficient_attention_backward``)."""
+    batch, heads, _, keys, size, value_size = shape
+    rows = batch * heads * keys * element
+    return [] if key_heads == heads else [rows * size, rows * value_size]
+
+
 def _sdp_efficient_backward(call: OpCall) -> Extras | None:
     grad, query, key, value = call.args[:4]
     batch, heads, length, size = query.shape
     dropout = call.argument(9, "dropout_p", 0.0) > 0
-    chunk = min(batch, _MOST_BATCHES)
+    chunk = _MOST_BATCHES if _is_chunked(batch, call.context) else batch
     shape = (chunk, heads, length, key.shape[2], size, value.shape[3])
-    after = _efficient_backward(shape, query.element_size() == 2, dropout, None, call.context)
+    after = [
+        *_head_gradients(shape, key.shape[1], query.element_size()),
+        *_efficient_backward(shape, query.element_size() == 2, dropout, None, call.context),
+    ]
     copy = _copy_unless(grad.transpose(1, 2).is_contiguous(), grad)
     if chunk == batch:
         return _extras([copy], after)
@@ -303,6 +320,8 @@ def _plain_efficient_backward(call: OpCall) -> Extras | None:
     shape = (batch, heads, length, keys, size, value.shape[3])
     splits = call.kwargs.get("num_splits_key")
     after = _efficient_backward(shape, query.element_size() == 2, dropout, splits, call.context)
+    if lengths is None:
+        after = [*_head_gradients(shape, key.shape[2], query.element_size()), *after]
     return _extras([_copy_unless(grad.is_contiguous(), grad)], after)
 
 

@@ -5,6 +5,22 @@ aten/src/ATen/native/transformers/cuda/sdp_utils.cpp (``select_sdp_backend`` and
 and sdp_utils_cpp.h, and the wrapper does what ``scaled_dot_product_attention`` in
 aten/src/ATen/native/transformers/attention.cpp does, so that autograd saves what it saves on the card.
 Nested tensors take other paths in torch and always get the math backend here.
+
+NOTE [Attention by release]: since when a check is made was read from the headers of the wheels of 2.10 to 2.15
+(sdp_utils_cpp.h), from the names and constants of the ``check_*`` functions in their libtorch_cuda, and from
+sdp_utils.cpp as it was shortly before 2.15:
+
+* 2.11: cuDNN takes heads of 192 with values of 128 on capability 10.x (``check_cudnn_tensor_shapes``).
+* 2.12: cuDNN wants a probability of dropout in sixteenths (``check_cudnn_dropout``).
+* 2.13: cuDNN is preferred on capability 9.x and 10.x whatever the minor number, on builds for CUDA 13
+  (``check_prefer_cudnn_attention``); it takes 65,535 samples and heads at most; memory-efficient attention wants
+  aligned tensors (``check_data_ptr_alignment_mem_efficient``).
+* 2.14: three dimensions get a batch of one and so every backend (``normalize_unbatched_input``); one head of keys and
+  values may serve all queries without ``enable_gqa`` (``supports_mqa``), and memory-efficient attention shares heads;
+  cuDNN takes heads of up to 256, in training those of 128, 192 with 128, and 256
+  (``check_cudnn_d256_bprop_head_dim``), and single queries not everywhere (``is_cudnn_attention_decode_disabled``).
+* 2.15: flash attention takes 65,535 samples and heads at most (``check_flash_attention_grid_size``); cuDNN before
+  9.26 is kept from trained queries over keys of which 64 remain after whole blocks of 128, on capability 9.x.
 """
 
 from __future__ import annotations
@@ -22,6 +38,7 @@ from vramfit.virtual.op_call import KernelContext
 
 _aten = torch.ops.aten
 _HALVES = frozenset({torch.float16, torch.bfloat16})
+_MOST_BLOCKS = 65_535  # of one dimension of a launch
 
 
 class SdpaBackend(IntEnum):
@@ -66,7 +83,8 @@ def choose_backend(
     """The backend that ``F.scaled_dot_product_attention`` takes on a card.
 
     Args:
-        query: shape (batch, heads, length, head size); other ranks always take the math backend.
+        query: shape (batch, heads, length, head size), since 2.14 also without a batch; other ranks always take
+            the math backend.
         key: like the query; fewer heads only with ``enable_gqa``.
         value: like the key.
         attn_mask: boolean or additive, or None.
@@ -78,6 +96,8 @@ def choose_backend(
     Raises:
         RuntimeError: every backend that could run the call is switched off, as on a card.
     """
+    if _is_unbatched(query, key, value, ctx):
+        query, key, value, attn_mask = _with_batch(query, key, value, attn_mask)
     call = _SdpaCall(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, ctx)
     for backend in priority(ctx):
         if _USABLE[backend](call):
@@ -89,7 +109,7 @@ def priority(ctx: KernelContext) -> tuple[SdpaBackend, ...]:
     """The order in which backends are tried.
 
     ``check_prefer_cudnn_attention`` puts cuDNN first on capability 9.x and 10.x where cuDNN is newer than
-    9.15.0 (all default wheels since 2.11); in 2.11, and in builds for CUDA 12, only for minor versions 0 and
+    9.15.0 (all default wheels since 2.11); before 2.13, and in builds for CUDA 12, only for minor versions 0 and
     3.
     """
     default = (SdpaBackend.FLASH, SdpaBackend.EFFICIENT, SdpaBackend.MATH, SdpaBackend.CUDNN)
@@ -98,7 +118,7 @@ def priority(ctx: KernelContext) -> tuple[SdpaBackend, ...]:
         if known != default:  # the user's own order; the default one is still to be adapted to the card
             return known
     major, minor = ctx.capability
-    any_minor = ctx.torch_version >= (2, 12) and ctx.cuda_version >= (13, 0)
+    any_minor = ctx.torch_version >= (2, 13) and ctx.cuda_version >= (13, 0)
     preferred = (
         ctx.flag("TORCH_CUDNN_SDPA_DEPRIORITIZED") is not True
         and ctx.cudnn > 91500
@@ -119,7 +139,7 @@ def _can_use_cudnn(call: _SdpaCall) -> bool:
         return False
     if call.dropout > 0 and 91100 < ctx.cudnn < 91400:
         return False
-    if ctx.torch_version >= (2, 14) and not (call.dropout * 16).is_integer():  # check_cudnn_dropout
+    if ctx.torch_version >= (2, 12) and not (call.dropout * 16).is_integer():  # check_cudnn_dropout
         return False
     return (
         _same_dtype(call, _HALVES)
@@ -145,31 +165,49 @@ def _cudnn_mask_shape(call: _SdpaCall) -> bool:
 
 
 def _cudnn_shapes(call: _SdpaCall) -> bool:
-    """``check_cudnn_tensor_shapes``; and single queries, which 2.15 keeps from cuDNN 9.19 to 9.25.0 on capability
-    10.x and 11.x (``is_cudnn_attention_decode_disabled``)."""
-    ctx = call.ctx
-    if max(call.query.shape[:2]) > 65_535:
+    """``check_cudnn_tensor_shapes`` and ``check_cudnn_d256_bprop_head_dim``."""
+    ctx, queries, keys = call.ctx, call.query.shape[2], call.key.shape[2]
+    if ctx.torch_version >= (2, 13) and max(call.query.shape[:2]) > _MOST_BLOCKS:
+        return False
+    if ctx.torch_version >= (2, 14) and queries == 1 and _cudnn_lacks_decoding(ctx):
         return False
     if (
-        call.query.shape[2] == 1
-        and ctx.torch_version >= (2, 15)
-        and ctx.capability[0] in (10, 11)
-        and 91900 <= ctx.cudnn <= 92500
-        and ctx.cudnn != 92401
+        ctx.torch_version >= (2, 15)
+        and (ctx.capability[0], keys % 128) == (9, 64)
+        and ctx.cudnn < 92600
+        and call.query.requires_grad
+        and not call.causal
     ):
         return False
     size, value_size = call.query.shape[3], call.value.shape[3]
-    limit = 128
-    if ctx.torch_version < (2, 14):
-        if ctx.capability == (9, 0) and ctx.cudnn >= 91000:
-            limit = 256
-        if ctx.capability[0] == 10 and (size, value_size) == (192, 128):
-            limit = 192
-    elif (ctx.capability == (9, 0) or ctx.capability[0] == 10) and (size, value_size) == (192, 128):
-        limit = 192
-    if max(size, value_size) > limit or size % 8 or value_size % 8 or call.key.shape[2] == 1:
+    if max(size, value_size) > _cudnn_head_limit(size, value_size, ctx):
         return False
-    return not (call.query.shape[2] == 1 and call.dropout > 0)
+    trained = (max(size, value_size) <= 128, (size, value_size) == (192, 128), (size, value_size) == (256, 256))
+    if ctx.torch_version >= (2, 14) and call.trains and _cudnn_takes_256(ctx) and not any(trained):
+        return False
+    return not (size % 8 or value_size % 8 or keys == 1 or (queries == 1 and call.dropout > 0))
+
+
+def _cudnn_head_limit(size: int, value_size: int, ctx: KernelContext) -> int:
+    """The widest head that cuDNN is given."""
+    sm90, sm10x = ctx.capability == (9, 0), ctx.capability[0] == 10
+    split = (size, value_size) == (192, 128) and ctx.cudnn >= 91100
+    if ctx.torch_version >= (2, 14):
+        return 256 if _cudnn_takes_256(ctx) else 192 if split and (sm90 or sm10x) else 128
+    if sm90 and ctx.cudnn >= 91000:
+        return 256
+    return 192 if split and sm10x and ctx.torch_version >= (2, 11) else 128
+
+
+def _cudnn_takes_256(ctx: KernelContext) -> bool:
+    """Since 2.14, ``supports_d256``: the wheels are built with a cudnn-frontend that knows it."""
+    unsupported = ctx.capability == (10, 7) and ctx.cudnn <= 92500
+    return ctx.cudnn > 92200 and (ctx.capability == (9, 0) or ctx.capability[0] == 10) and not unsupported
+
+
+def _cudnn_lacks_decoding(ctx: KernelContext) -> bool:
+    """``is_cudnn_attention_decode_disabled``: cuDNN 9.19 to 9.25.0 but 9.24.1, on capability 10.x and 11.x."""
+    return ctx.capability[0] in (10, 11) and 91900 <= ctx.cudnn <= 92500 and ctx.cudnn != 92401
 
 
 # -- can_use_flash_attention ---------------------------------------------------------------------------------
@@ -180,6 +218,8 @@ def _can_use_flash(call: _SdpaCall) -> bool:
     if not (ctx.flash_sdp and _is_dense_4d(call)) or call.mask is not None:
         return False
     size = query.shape[3]
+    if ctx.torch_version >= (2, 15) and max(query.shape[:2]) > _MOST_BLOCKS:
+        return False
     return (
         size == key.shape[3] == call.value.shape[3]
         and size <= 256
@@ -212,7 +252,7 @@ def _can_use_efficient(call: _SdpaCall) -> bool:
     size, value_size = query.shape[3], value.shape[3]
     if size != key.shape[3] or size % alignment or value_size % alignment or not size or not value_size:
         return False
-    if ctx.torch_version >= (2, 14) and ctx.capability[0] >= 8 and not _offsets_are_aligned(call, alignment):
+    if ctx.torch_version >= (2, 13) and ctx.capability[0] >= 8 and not _offsets_are_aligned(call, alignment):
         return False
     allowed = {torch.float16, torch.float32} | ({torch.bfloat16} if ctx.capability[0] >= 8 else set())
     return (
@@ -238,6 +278,25 @@ def _offsets_are_aligned(call: _SdpaCall, alignment: int) -> bool:
     """``check_data_ptr_alignment_mem_efficient``: the allocator aligns storages, so offsets decide."""
     tensors = (call.query, call.key, call.value)
     return all(not t.numel() or t.storage_offset() % alignment == 0 for t in tensors)
+
+
+# -- inputs without a batch ----------------------------------------------------------------------------------
+
+
+def _is_unbatched(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ctx: KernelContext) -> bool:
+    """Whether torch gives the three a batch of one (``normalize_unbatched_input`` of sdp_utils_cpp.h, since 2.14)."""
+    return ctx.torch_version >= (2, 14) and all(
+        tensor.dim() == 3 and not tensor.is_nested and tensor.layout is torch.strided
+        for tensor in (query, key, value)
+    )
+
+
+def _with_batch(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    while mask is not None and mask.dim() < 4:
+        mask = mask.unsqueeze(0)
+    return query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0), mask
 
 
 # -- checks shared by backends (sdp_utils_cpp.h) -------------------------------------------------------------
@@ -269,7 +328,9 @@ def _heads_fit(call: _SdpaCall, *, gqa: bool, same_kv_heads: bool) -> bool:
     if not query[0] == key[0] == value[0]:
         return False
     if not (call.gqa and gqa):
-        return query[1] == key[1] == value[1]
+        return query[1] == key[1] == value[1] or (
+            call.ctx.torch_version >= (2, 14) and query[1] > 0 and key[1] == value[1] == 1
+        )
     if same_kv_heads and key[1] != value[1]:
         return False
     return query[1] % key[1] == 0 and (same_kv_heads or query[1] % value[1] == 0)
@@ -301,6 +362,11 @@ def scaled_dot_product_attention(
 
     Differentiable: the ops are called through the dispatcher, with autograd recording.
     """
+    if _is_unbatched(query, key, value, ctx):
+        query, key, value, attn_mask = _with_batch(query, key, value, attn_mask)
+        return scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, ctx
+        ).squeeze(0)
     backend = choose_backend(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, ctx)
     if backend is SdpaBackend.FLASH:
         return _flash(query, key, value, dropout_p, is_causal, scale)
