@@ -182,7 +182,11 @@ def _cudnn_shapes(call: _SdpaCall) -> bool:
     size, value_size = call.query.shape[3], call.value.shape[3]
     if max(size, value_size) > _cudnn_head_limit(size, value_size, ctx):
         return False
-    trained = (max(size, value_size) <= 128, (size, value_size) == (192, 128), (size, value_size) == (256, 256))
+    trained = (
+        max(size, value_size) <= 128,
+        (size, value_size) == (192, 128),
+        (size, value_size) == (256, 256),
+    )
     if ctx.torch_version >= (2, 14) and call.trains and _cudnn_takes_256(ctx) and not any(trained):
         return False
     return not (size % 8 or value_size % 8 or keys == 1 or (queries == 1 and call.dropout > 0))
