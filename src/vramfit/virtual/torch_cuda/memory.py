@@ -13,6 +13,7 @@ import torch
 from vramfit.allocator import OutOfMemory
 from vramfit.errors import ConfigError
 from vramfit.patching import PatchStack
+from vramfit.torch_internals.memory import unified_memory
 from vramfit.trace.settings import settings_from_conf
 from vramfit.virtual import simulated_streams as ids
 from vramfit.virtual.machine import Machine, VirtualDevice
@@ -241,8 +242,7 @@ class MemoryFunctions(CFunctions):
 
 def patch_memory(machine: Machine, patches: PatchStack) -> None:
     """Replace what ``torch.cuda.memory`` asks the runtime for by itself."""
-    # Since 2.13; it calls cudaMallocManaged through cuda.bindings.
-    use_uvm = getattr(torch.cuda.memory, "_use_uvm", None)
+    use_uvm = unified_memory()  # it calls cudaMallocManaged through cuda.bindings
     if use_uvm is None:
         return
 
