@@ -60,6 +60,7 @@ LONG_SIGNATURES = {
     "virtual/kernels/attention.py:_flash_forward": "each extent that the kernel's requests depend on",
     "virtual/kernels/sdpa.py:_math": _TORCH_AND_OURS,
     "virtual/kernels/sdpa.py:scaled_dot_product_attention": _TORCH,
+    "virtual/torch_cuda/memory.py:_cuda_record_memory_history": _TORCH,
     "virtual/torch_cuda/memory.py:_cuda_record_memory_history_legacy": _TORCH,
 }
 """Functions elsewhere that may as well, with the reason."""

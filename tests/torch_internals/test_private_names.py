@@ -46,7 +46,6 @@ OF_OBJECTS = {
         " _wrapped_by_lr_sched"
     ),
     "a mode's own state (torch/utils/_python_dispatch.py)": "_mode",
-    "a fake tensor's device (torch/_subclasses/fake_tensor.py)": "_fake_device",
     "a custom operator's functions (torch/_library/custom_ops.py)": "_abstract_fn _backend_fns _init_fn",
     "the table of a library of operators (torch/library.py)": "_destroy",
     "a stage of a pipeline (torch/distributed/pipelining/stage.py)": "_user_meta",

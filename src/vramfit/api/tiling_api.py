@@ -16,7 +16,7 @@ from vramfit.inference.tile_progress import tile_progress
 from vramfit.inference.tile_settings import Blend, Padding, Stitch, TileSettings
 from vramfit.inference.tiled_inference import make_job, run_job
 from vramfit.planner.tile_choice import choose_tile
-from vramfit.torch_internals.modules import BatchNorm
+from vramfit.torch_internals.layers import BatchNorm
 
 E = TypeVar("E", Blend, Padding, Stitch)
 

@@ -20,7 +20,7 @@ import torch
 from vramfit.calibrate.cases import Case, Flag
 from vramfit.calibrate.records import BlockKind, CaseRecord, Give, OpRecord, Step, Take, canonical
 from vramfit.capture.ops import OpInfo, strided_parts, tensors_in
-from vramfit.torch_internals import memory
+from vramfit.torch_internals import cuda_memory
 from vramfit.torch_internals.autograd_engine import current_graph_task_id
 from vramfit.torch_internals.dispatch import OpOverload, TorchDispatchMode
 from vramfit.virtual.kernels.measured import Switches, signature
@@ -245,15 +245,17 @@ class CaseMeter:
     def watch(self, run: Callable[[], object]) -> list[OpRecord]:
         """Run something once; returns what each of its ops did with memory."""
         listener = _History(self._marks)
-        memory.record_history("all", context=None, stacks="python", max_entries=_HISTORY, clear_history=True)
+        cuda_memory.record_history(
+            "all", context=None, stacks="python", max_entries=_HISTORY, clear_history=True
+        )
         try:
             self._marks.set()
             with OpWatch(listener):
                 run()
             torch.cuda.synchronize(self._device)
-            events = memory.snapshot()["device_traces"][self._device]
+            events = cuda_memory.snapshot()["device_traces"][self._device]
         finally:
-            memory.record_history(None)
+            cuda_memory.record_history(None)
         parts = list(_parts(events))
         if len(parts) != len(listener.calls):
             raise RuntimeError(f"{len(listener.calls)} ops ran, but the history shows {len(parts)}")

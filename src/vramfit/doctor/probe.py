@@ -108,7 +108,7 @@ def query_torch(settings: str = "") -> Torch:
 
 def _try_settings(settings: str) -> str:
     """What torch itself says to the settings of the environment, which this process was started without."""
-    from vramfit.torch_internals.memory import settings_setter  # torch is imported late here
+    from vramfit.torch_internals.cuda_memory import settings_setter  # torch is imported late here
 
     setter = settings_setter()
     if not settings or setter is None:

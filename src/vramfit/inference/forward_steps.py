@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vramfit.torch_internals.modules import wraps_compiled
+from vramfit.torch_internals.layers import wraps_compiled
 
 _NEVER = 1 << 62
 

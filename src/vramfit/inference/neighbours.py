@@ -18,7 +18,7 @@ from torch import nn
 
 from vramfit.errors import UsageError
 from vramfit.torch_internals.fake_tensors import FakeTensor
-from vramfit.torch_internals.modules import BatchNorm
+from vramfit.torch_internals.layers import BatchNorm
 from vramfit.workload.containers import mapped_leaves, named_tensors_in, tensors_in
 
 Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]

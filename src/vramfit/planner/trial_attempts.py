@@ -30,7 +30,7 @@ from vramfit.patching import PatchStack
 from vramfit.planner.devices import cpu_backend
 from vramfit.techniques.micro_batching import batch_size_name
 from vramfit.torch_internals.fake_tensors import device_constructors
-from vramfit.torch_internals.modules import DropoutNd
+from vramfit.torch_internals.layers import DropoutNd
 from vramfit.workload import Workload
 
 # -- Lets a model drop nothing, so that a batch and its pieces can be compared -------------------------------

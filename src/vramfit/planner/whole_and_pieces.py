@@ -30,7 +30,7 @@ from vramfit.techniques.micro_batching import (
     batch_size_name,
     find_cut,
 )
-from vramfit.torch_internals.modules import BatchNorm
+from vramfit.torch_internals.layers import BatchNorm
 from vramfit.workload import Batch, Workload
 from vramfit.workload.containers import mapped
 

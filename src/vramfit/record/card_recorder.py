@@ -54,7 +54,7 @@ from vramfit.record.recorder import (
     running,
     watch,
 )
-from vramfit.torch_internals import memory
+from vramfit.torch_internals import cuda_memory
 from vramfit.torch_internals.autograd_engine import current_graph_task_id
 from vramfit.torch_internals.cuda_device import call_when_initialized
 from vramfit.trace import (
@@ -167,7 +167,7 @@ class CardRecorder(Recorder):
             total = torch.cuda.get_device_properties(index).total_memory
             self._fraction = torch.cuda.get_per_process_memory_fraction(index)
             torch.cuda.set_per_process_memory_fraction(min(1.0, self._budget / total), index)
-        memory.record_history(
+        cuda_memory.record_history(
             "all", context=_CONTEXT, stacks="python", max_entries=self._max_entries, clear_history=True
         )
         _attach_observer()
@@ -189,7 +189,7 @@ class CardRecorder(Recorder):
             self._result = self._outcome(error)
         finally:
             if self._began is not None:
-                memory.record_history(None)
+                cuda_memory.record_history(None)
                 if self._fraction is not None:
                     torch.cuda.set_per_process_memory_fraction(self._fraction, self._index())
         return self._result
@@ -242,19 +242,19 @@ class CardRecorder(Recorder):
         if self._began is None:
             return
         if root:
-            self._metadata_before = memory.metadata()
+            self._metadata_before = cuda_memory.metadata()
             if current_graph_task_id() == -1:
                 with self._one_moment():
                     self._phase.begin(ProgramPhase.FORWARD)
                     self._meet_root(module, args, kwargs)
-        memory.set_metadata(MODULE_PREFIX + self._modules.current_path())
+        cuda_memory.set_metadata(MODULE_PREFIX + self._modules.current_path())
 
     def leave_module(self) -> None:
         """Name the enclosing module again."""
         empty = self._modules.leave()
         if self._began is not None:
             text = self._metadata_before if empty else MODULE_PREFIX + self._modules.current_path()
-            memory.set_metadata(text)
+            cuda_memory.set_metadata(text)
 
     def begin_backward(self) -> None:
         """Note that the backward pass begins."""
@@ -460,9 +460,9 @@ class CardRecorder(Recorder):
             self._note_last()
         self._devices = set(self._began)
         total = self._moment()
-        snapshot = memory.snapshot()
+        snapshot = cuda_memory.snapshot()
         warnings = []
-        if not memory.is_recording():
+        if not cuda_memory.is_recording():
             warnings.append(_warning("history-stopped", "the program itself ended torch's memory history"))
         read = trace_from_snapshot({**snapshot, "external_annotations": []})  # phases come from the notes
         held = {d: len(events) for d, events in enumerate(snapshot["device_traces"])}
@@ -529,7 +529,7 @@ def _attach_observer() -> None:
         if _recording is not None:
             _recording.note_oom(device, requested, free)
 
-    memory.observe_out_of_memory(observe)
+    cuda_memory.observe_out_of_memory(observe)
     _observed = True
 
 

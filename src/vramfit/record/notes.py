@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from vramfit.capture.storages import LifetimePeaks
-from vramfit.torch_internals.memory import statistics
+from vramfit.torch_internals.cuda_memory import statistics
 from vramfit.trace import Category, EventKind, MemoryTrace, TraceDevice
 from vramfit.trace.device_events import DeviceEvents
 from vramfit.trace.model import COLUMNS

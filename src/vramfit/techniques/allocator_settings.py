@@ -15,7 +15,7 @@ from vramfit.errors import ConfigError, UsageError
 from vramfit.techniques.core.attached_program import AttachedProgram, AttachStage
 from vramfit.techniques.core.model_profile import Profile
 from vramfit.techniques.core.technique import Numerics, Setting, Technique
-from vramfit.torch_internals import memory
+from vramfit.torch_internals import cuda_memory
 from vramfit.units import MIB
 
 # Given anew, settings that are not named keep their value, but for four (c10/core/AllocatorConfig.cpp, parseArgs).
@@ -88,9 +88,9 @@ class AllocatorSettings(Technique[AllocatorSetting]):
         if live.device.type != "cuda":
             return
         variable = rules_for(version).alloc_conf_variables[0]
-        before = memory.settings()
+        before = cuda_memory.settings()
         try:
-            memory.set_settings(setting.conf)
+            cuda_memory.set_settings(setting.conf)
         except (RuntimeError, ValueError) as error:
             raise UsageError(
                 f"torch cannot take {setting.conf} in a running process ({_first_line(error)})",
@@ -98,7 +98,7 @@ class AllocatorSettings(Technique[AllocatorSetting]):
             ) from error
         plain = AllocatorConfig()
         back = [text for name, text in _STAYING.items() if getattr(wanted, name) != getattr(plain, name)]
-        live.on_undo(lambda: memory.set_settings(",".join((*back, before) if before else back)))
+        live.on_undo(lambda: cuda_memory.set_settings(",".join((*back, before) if before else back)))
         _export(live, variable, setting.conf)
 
 

@@ -16,7 +16,7 @@ from vramfit.techniques.core.forward_trace import ForwardTrace, ModuleCall, trac
 from vramfit.techniques.core.model_profile import Profile
 from vramfit.techniques.core.surround import plain_class
 from vramfit.techniques.core.technique import Numerics, Promise, Setting, Technique
-from vramfit.torch_internals.modules import BatchNorm, ConvNd, ConvTransposeNd
+from vramfit.torch_internals.layers import BatchNorm, ConvNd, ConvTransposeNd
 from vramfit.workload import Batch, call_model
 
 FOLDED_MARK = "_vramfit_folded"

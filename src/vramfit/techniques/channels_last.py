@@ -13,7 +13,7 @@ from vramfit.errors import UsageError
 from vramfit.techniques.core.attached_program import AttachedProgram, AttachStage
 from vramfit.techniques.core.model_profile import Profile
 from vramfit.techniques.core.technique import Numerics, Promise, Setting, Technique
-from vramfit.torch_internals.modules import ConvNd
+from vramfit.torch_internals.layers import ConvNd
 
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 _FIRST_TENSOR_CORES = (7, 0)

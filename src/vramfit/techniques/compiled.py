@@ -18,7 +18,7 @@ from vramfit.errors import UsageError
 from vramfit.techniques.core.attached_program import AttachedProgram, AttachStage
 from vramfit.techniques.core.model_profile import Profile
 from vramfit.techniques.core.technique import Numerics, Promise, Setting, Technique
-from vramfit.torch_internals.modules import DropoutNd, is_compiled, set_compiled_call
+from vramfit.torch_internals.layers import DropoutNd, is_compiled, set_compiled_call
 
 _BUDGETS = (1.0, 0.5, 0.25, 0.0)
 _RECOMPILE_LIMIT = 64

@@ -14,7 +14,7 @@ from vramfit.techniques.core.attached_program import AttachedProgram, AttachStag
 from vramfit.techniques.core.model_profile import Profile
 from vramfit.techniques.core.surround import plain_class, surroundings_of
 from vramfit.techniques.core.technique import Numerics, Promise, Setting, Technique
-from vramfit.torch_internals.modules import (
+from vramfit.torch_internals.layers import (
     global_backward_hooks,
     global_forward_hooks,
     global_forward_pre_hooks,

@@ -14,7 +14,7 @@ from vramfit.inference.layerwise import ChunkHeight, ChunkStore, run_layerwise
 from vramfit.techniques.core.attached_program import AttachedProgram, AttachStage
 from vramfit.techniques.core.model_profile import Profile
 from vramfit.techniques.core.technique import Numerics, Promise, Setting, Technique
-from vramfit.torch_internals.modules import ConvNd
+from vramfit.torch_internals.layers import ConvNd
 
 _MIB = 1 << 20
 _CHUNKS = (64 * _MIB, 16 * _MIB, 4 * _MIB)

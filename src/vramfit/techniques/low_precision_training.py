@@ -27,7 +27,7 @@ from vramfit.techniques.support.casting import (
     surround_loss,
 )
 from vramfit.techniques.support.float32_steps import Float32Steps, is_elementwise, join_, resting_dtype, split
-from vramfit.torch_internals.modules import BatchNorm, NormBase
+from vramfit.torch_internals.layers import BatchNorm, NormBase
 
 _BFLOAT16_FROM = (8, 0)  # CUDA C++ Programming Guide, arithmetic instructions
 _AO_ROUNDING = "bf16_stochastic_round"  # torchao/optim/adam.py: its optimizers round by themselves

@@ -21,7 +21,7 @@ from vramfit.errors import UsageError
 from vramfit.techniques.core.attached_program import AttachedProgram, AttachStage, Piece
 from vramfit.techniques.core.model_profile import Profile
 from vramfit.techniques.core.technique import Numerics, Promise, Setting, Technique
-from vramfit.torch_internals.modules import BatchNorm
+from vramfit.torch_internals.layers import BatchNorm
 from vramfit.workload import Batch
 from vramfit.workload.containers import mapped
 

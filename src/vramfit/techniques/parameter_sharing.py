@@ -13,7 +13,7 @@ from vramfit.errors import UsageError
 from vramfit.techniques.core.attached_program import AttachedProgram, AttachStage
 from vramfit.techniques.core.model_profile import Profile
 from vramfit.techniques.core.technique import Numerics, Setting, Technique
-from vramfit.torch_internals.modules import NormBase
+from vramfit.torch_internals.layers import NormBase
 
 _LEAST_BYTES = 64 * 1024
 

@@ -13,7 +13,7 @@ from vramfit.errors import UsageError
 from vramfit.techniques.core.attached_program import AttachedProgram, AttachStage
 from vramfit.techniques.core.model_profile import Profile
 from vramfit.techniques.core.technique import Numerics, Promise, Setting, Technique
-from vramfit.torch_internals.modules import ConvNd
+from vramfit.torch_internals.layers import ConvNd
 
 # CUDA C++ Programming Guide, compute capabilities: tensor cores take TF32 from 8.0 on.
 _FIRST_CAPABILITY = (8, 0)

@@ -34,7 +34,6 @@ from torch._inductor.runtime.hints import DeviceProperties
 from vramfit.torch_internals.names import Feature
 
 __all__ = [
-    "KERNEL_HELPERS",
     "CheckFunctionManager",
     "ConvertFrameReturn",
     "CustomGraphPass",
@@ -67,9 +66,6 @@ __all__ = [
 ]
 
 _FEATURE = Feature("compiled programs")
-
-KERNEL_HELPERS = ("torch._inductor.runtime", "torch._inductor.async_compile")
-"""What a program that Inductor wrote imports to build and run its kernels."""
 
 compile_graph_inner = _FEATURE.place("torch._inductor.compile_fx._compile_fx_inner")
 skipped_folders: list[str] = trace_rules.SKIP_DIRS

@@ -51,13 +51,6 @@ event_base = _FEATURE.place("torch._C._CudaEventBase")
 graph_base = _FEATURE.place("torch._C._CUDAGraph")
 pool_base = _FEATURE.place("torch._C._MemPool")
 
-allocator_state = _FEATURE.place("torch._C._cuda_CUDAAllocator_AllocatorState")
-"""A class that CUDA graphs under ``torch.compile`` need; a CPU build has none."""
-
-DYNAMO = "torch._dynamo"
-GRAPH_TREES = "torch._inductor.cudagraph_trees"
-"""The module that needs it."""
-
 # -- libraries ---------------------------------------------------------------------------------------------------
 
 runtimes = (_FEATURE.place("torch._C._cudart"), _FEATURE.place("torch.cuda._cudart"))

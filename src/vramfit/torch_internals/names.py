@@ -4,7 +4,7 @@ NOTE [A name that is missing]
 torch may rename or drop what is private in any release. Each name is looked up with the `Feature` that needs it:
 
 1. A name that is read or called becomes an `Absent` where it is missing. It raises `AbsentName` when it is used.
-2. A name that is replaced is a `Place`. Where it is missing, nothing is replaced.
+2. A name that is replaced is a `TorchName`. Where it is missing, nothing is replaced.
 3. A group of patches is applied by `attempt`: all of it, or nothing where a name is missing on the way.
 
 Each case notes path and feature. `report` tells a listener of those noted already, and of later ones as the program
@@ -50,9 +50,9 @@ class Feature:
             self.lack(path)
             return Absent(path, self)
 
-    def place(self, path: str) -> Place:
+    def place(self, path: str) -> TorchName:
         """A name that is to be replaced; it is looked up when it is used."""
-        return Place(path, self)
+        return TorchName(path, self)
 
     def lack(self, path: str) -> None:
         """Note a name as missing."""
@@ -112,7 +112,7 @@ class Absent:
         self._refuse()
 
 
-class Place:
+class TorchName:
     """A private name of torch by its path, to be read late or replaced for a time."""
 
     def __init__(self, path: str, feature: Feature) -> None:

@@ -41,7 +41,7 @@ from vramfit.torch_internals.fake_tensors import (
     torch_decomp_decompositions,
 )
 from vramfit.torch_internals.kernel_choice import get_cudnn_enabled
-from vramfit.torch_internals.tensors import original_make_subclass
+from vramfit.torch_internals.tensor_objects import original_make_subclass
 
 # -- Ops that FakeTensorMode cannot describe, or describes wrongly ---------------------------------------------
 

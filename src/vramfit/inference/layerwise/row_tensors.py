@@ -10,7 +10,7 @@ import torch
 from vramfit.errors import UsageError
 from vramfit.inference.layerwise.row_nodes import LayerNode, update_front
 from vramfit.torch_internals.dispatch import DisableTorchFunctionSubclass
-from vramfit.torch_internals.tensors import make_wrapper_subclass
+from vramfit.torch_internals.tensor_objects import make_wrapper_subclass
 
 
 class RowKeeper(Protocol):

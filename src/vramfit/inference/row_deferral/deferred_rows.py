@@ -19,7 +19,7 @@ import torch
 
 from vramfit.errors import VramfitError
 from vramfit.torch_internals.pytree import tree_flatten, tree_map_only, tree_unflatten
-from vramfit.torch_internals.tensors import make_wrapper_subclass
+from vramfit.torch_internals.tensor_objects import make_wrapper_subclass
 
 Spans: TypeAlias = Mapping[int, tuple[int, int]]
 """Where a block begins and ends, by axis; an axis that is missing is taken whole."""

@@ -17,7 +17,7 @@ from vramfit.gpus import find_gpu
 from vramfit.planner.devices.cost import PeakMeter, StepCost, profile_of, started
 from vramfit.planner.step_profiler import StepProfile, StepProfiler
 from vramfit.techniques import Profile
-from vramfit.torch_internals.memory import clear_cublas_workspaces, empty_host_cache
+from vramfit.torch_internals.cuda_memory import clear_cublas_workspaces, empty_host_cache
 from vramfit.workload import Batch, State, Workload
 
 WARM_STEPS = 2

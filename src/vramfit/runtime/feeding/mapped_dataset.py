@@ -31,7 +31,7 @@ from vramfit.runtime.feeding.dataset_files import (
     write_samples,
 )
 from vramfit.runtime.feeding.page_cache import CacheSource, PageCache, cached_pages, page_runs
-from vramfit.torch_internals.tensors import shared_storage
+from vramfit.torch_internals.tensor_objects import shared_storage
 from vramfit.writing import StrPath
 
 _STAYS_COLD = 64

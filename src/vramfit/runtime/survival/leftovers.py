@@ -18,7 +18,7 @@ from typing import TypeVar
 import torch
 
 from vramfit.runtime.oom_forms import MemoryShortage, chain_of, recognised
-from vramfit.torch_internals.memory import clear_cublas_workspaces
+from vramfit.torch_internals.cuda_memory import clear_cublas_workspaces
 from vramfit.units import format_bytes, parse_bytes
 
 T = TypeVar("T")

@@ -21,7 +21,7 @@ from vramfit.errors import EnvironmentUnfitError, UsageError
 from vramfit.gpus import find_gpu
 from vramfit.runtime.tiers.memory_tiers import DeviceTier
 from vramfit.runtime.tiers.tier import Copy, Layout
-from vramfit.torch_internals.memory import unified_memory
+from vramfit.torch_internals.cuda_memory import unified_memory
 from vramfit.units import format_bytes
 
 

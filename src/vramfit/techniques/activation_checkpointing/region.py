@@ -34,7 +34,7 @@ from torch.utils.checkpoint import checkpoint
 
 from vramfit.errors import UsageError
 from vramfit.techniques.activation_checkpointing.op_facts import Keeping
-from vramfit.torch_internals.modules import NormBase
+from vramfit.torch_internals.layers import NormBase
 from vramfit.torch_internals.pytree import tree_flatten, tree_map_only, tree_unflatten
 
 

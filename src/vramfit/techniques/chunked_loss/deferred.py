@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from vramfit.errors import VramfitError
 from vramfit.techniques.chunked_loss.chunks import Step
 from vramfit.torch_internals.pytree import tree_map_only
-from vramfit.torch_internals.tensors import make_wrapper_subclass
+from vramfit.torch_internals.tensor_objects import make_wrapper_subclass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,7 +21,7 @@ from vramfit.techniques.support.casting import (
     map_tensors,
     put_values,
 )
-from vramfit.torch_internals.modules import BatchNorm
+from vramfit.torch_internals.layers import BatchNorm
 
 WIDER = frozenset({torch.float32, torch.float64})
 _FLOAT32 = frozenset({torch.float32})

@@ -32,7 +32,7 @@ from vramfit.techniques.half_inference.half_program import (
 from vramfit.techniques.support.casting import HALVES, cast_tensors, find_islands, put_values
 from vramfit.techniques.support.evaluation import in_evaluation
 from vramfit.torch_internals.dispatch import TorchDispatchMode
-from vramfit.torch_internals.modules import BatchNorm
+from vramfit.torch_internals.layers import BatchNorm
 from vramfit.workload import Batch, call_model
 
 TOLERANCE = 0.01

@@ -13,7 +13,7 @@ from vramfit.arguments import number_argument, whole_argument
 from vramfit.errors import UsageError
 from vramfit.techniques.core.attached_program import AttachedProgram
 from vramfit.techniques.pruning.channel_groups import ChannelGroup, ChannelPlace, channel_groups, entries
-from vramfit.torch_internals.modules import ConvNd, NormBase
+from vramfit.torch_internals.layers import ConvNd, NormBase
 from vramfit.workload import Batch
 
 _MULTIPLE = 8

@@ -25,7 +25,7 @@ import warnings
 import torch
 
 from vramfit.patching import PatchStack
-from vramfit.torch_internals.cuda_device import GRAPH_TREES, allocator_state
+from vramfit.torch_internals.compiler_parts import GRAPH_TREES, allocator_state
 from vramfit.torch_internals.names import Feature, attempt
 from vramfit.virtual.compiled.outside import Outside
 from vramfit.virtual.op_runner import OpRunner

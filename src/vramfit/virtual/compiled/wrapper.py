@@ -18,7 +18,7 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from vramfit.torch_internals import compiler
+from vramfit.torch_internals.compiler_parts import KERNEL_HELPERS
 from vramfit.trace import Frame
 from vramfit.virtual.compiled.player import GraphPlayer, Step
 
@@ -164,7 +164,7 @@ class _BufferOrigins:
 def _import_kept(statement: ast.Import | ast.ImportFrom, given: set[str]) -> Iterator[ast.stmt]:
     """Imports without Triton, its helpers, and what the player provides."""
     module = statement.module or "" if isinstance(statement, ast.ImportFrom) else ""
-    if module.startswith(("triton", *compiler.KERNEL_HELPERS)):
+    if module.startswith(("triton", *KERNEL_HELPERS)):
         return
     names = [
         alias

@@ -11,8 +11,8 @@ from typing import Any
 
 from vramfit.allocator import CachingAllocator
 from vramfit.torch_internals.cuda_device import graph_base, pool_base
-from vramfit.torch_internals.memory import pool_snapshot
-from vramfit.torch_internals.names import Place
+from vramfit.torch_internals.cuda_memory import pool_snapshot
+from vramfit.torch_internals.names import TorchName
 from vramfit.virtual.torch_cuda.base import CFunctions, installed_machine
 
 PoolId = tuple[int, int]
@@ -341,7 +341,7 @@ class MemPool(MemPoolBase):
         return segments
 
 
-def base_classes() -> Iterator[tuple[Place, type]]:
+def base_classes() -> Iterator[tuple[TorchName, type]]:
     """Classes of C++ and the classes that stand there."""
     yield graph_base, CUDAGraphBase
     yield pool_base, MemPoolBase

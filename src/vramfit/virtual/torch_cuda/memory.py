@@ -13,7 +13,7 @@ import torch
 from vramfit.allocator import OutOfMemory
 from vramfit.errors import ConfigError
 from vramfit.patching import PatchStack
-from vramfit.torch_internals.memory import unified_memory
+from vramfit.torch_internals.cuda_memory import unified_memory
 from vramfit.trace.settings import settings_from_conf
 from vramfit.virtual import simulated_streams as ids
 from vramfit.virtual.machine import Machine, VirtualDevice

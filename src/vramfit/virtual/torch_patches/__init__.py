@@ -15,7 +15,7 @@ import torch
 
 from vramfit.launch import threads
 from vramfit.patching import PatchStack, after_import
-from vramfit.torch_internals.cuda_device import DYNAMO
+from vramfit.torch_internals.compiler_parts import DYNAMO
 from vramfit.torch_internals.custom_ops import simple_registry
 from vramfit.torch_internals.names import Feature, attempt
 from vramfit.virtual.compiled import Compiler, load_graph_trees

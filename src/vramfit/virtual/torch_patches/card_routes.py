@@ -23,7 +23,7 @@ from vramfit.patching import PatchStack
 from vramfit.torch_internals import dispatch
 from vramfit.torch_internals.dispatch import VF, has_kernel
 from vramfit.torch_internals.fake_tensors import FakeTensor
-from vramfit.torch_internals.modules import rnn_impls
+from vramfit.torch_internals.layers import rnn_impls
 from vramfit.trace import Category
 from vramfit.virtual.kernels import sdpa
 from vramfit.virtual.op_runner import OpRunner

@@ -26,7 +26,7 @@ from vramfit.patching import PatchStack
 from vramfit.torch_internals.autograd_engine import TensorBase
 from vramfit.torch_internals.dispatch import DisableTorchFunctionSubclass
 from vramfit.torch_internals.fake_tensors import FakeTensor
-from vramfit.torch_internals.tensors import (
+from vramfit.torch_internals.tensor_objects import (
     original_make_subclass,
     set_version_counter,
     subclass_maker,

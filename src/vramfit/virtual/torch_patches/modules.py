@@ -13,8 +13,8 @@ from vramfit.capture.attribution import ProgramPhase
 from vramfit.patching import PatchStack
 from vramfit.torch_internals.autograd_engine import current_graph_task_id
 from vramfit.torch_internals.fake_tensors import FakeTensor
-from vramfit.torch_internals.modules import module_apply
-from vramfit.torch_internals.tensors import make_subclass
+from vramfit.torch_internals.layers import module_apply
+from vramfit.torch_internals.tensor_objects import make_subclass
 from vramfit.trace import Category
 from vramfit.virtual.op_runner import OpRunner
 from vramfit.virtual.tensor_subclasses import is_wrapper

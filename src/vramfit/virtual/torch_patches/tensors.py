@@ -19,7 +19,7 @@ from vramfit.torch_internals.fake_tensors import (
     only_lifts_cpu_tensors,
     set_only_lift_cpu_tensors,
 )
-from vramfit.torch_internals.tensors import storage_device
+from vramfit.torch_internals.tensor_objects import storage_device
 from vramfit.virtual.fake_impls.host import LONGEST_LIST, download, may_be_shortened
 from vramfit.virtual.meter import VirtualRecord
 from vramfit.virtual.op_runner import OpRunner
