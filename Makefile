@@ -9,6 +9,7 @@
 #   JOBS=2                processes that run the tests
 #   PYTEST_ARGS="..."     more arguments for pytest
 #   ROWS="2.14.1,2.15.0"  the releases of `make versions`, or its rows by name; all by default
+#   LIBRARIES=1           versions of libraries in `make versions`, instead of torch's
 
 PYTHON ?=
 PIP_ARGS ?=
@@ -17,6 +18,7 @@ GPU ?= RTX 4090
 JOBS ?= 2
 PYTEST_ARGS ?=
 ROWS ?=
+LIBRARIES ?=
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.complete
@@ -135,7 +137,7 @@ studies: $(STAMP)
 	done
 
 versions: $(STAMP)
-	@$(BIN)/python studies/versions.py --rows "$(ROWS)" --jobs $(JOBS) --write docs/versions.md
+	@$(BIN)/python studies/versions.py $(if $(LIBRARIES),--libraries,--rows "$(ROWS)") --jobs $(JOBS) --write docs/versions.md
 
 clean:
 	rm -rf "$(VENV)" build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

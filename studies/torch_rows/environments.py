@@ -1,4 +1,4 @@
-"""An environment for each row: torch in the wanted release and build, and everything else as it is pinned."""
+"""An environment for each row: torch in the wanted release and build, beside pinned packages or a month's libraries."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from torch_rows.libraries import Month
 from torch_rows.rows import ROOT, Build, Row, project
 
 CPU_WHEELS = "https://download.pytorch.org/whl/cpu"
@@ -29,6 +30,23 @@ _ASK = "import torch; print(torch.__version__, torch.version.cuda)"
 
 class CannotBuild(Exception):
     """The packages of a row do not install here; says why in a line."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wanted:
+    """What an environment is to hold.
+
+    Attributes:
+        name: of its folder.
+        row: release, build and Python.
+        packages: requirements, torch among them.
+        pins: versions of what these need besides.
+    """
+
+    name: str
+    row: Row
+    packages: tuple[str, ...]
+    pins: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,40 +64,50 @@ class Environment:
     seconds: float
 
 
-def environment(row: Row, interpreter: Path, folder: Path) -> Environment:
-    """The environment of a row, made if it is not there or was made of other packages; raises `CannotBuild`."""
-    place = folder / row.name
-    packages, pins = requirements(row), constraints()
-    stamp = hashlib.sha256("\n".join([*packages, *pins]).encode()).hexdigest()
+def environment(wanted: Wanted, interpreter: Path, folder: Path) -> Environment:
+    """An environment, made if it is not there or was made of other packages; raises `CannotBuild`."""
+    place = folder / wanted.name
+    stamp = hashlib.sha256("\n".join([*wanted.packages, *wanted.pins]).encode()).hexdigest()
     ready = place / _READY
     there = ready.is_file() and _python(place).exists()  # not where its interpreter has gone away
     if there and (lines := ready.read_text(encoding="utf-8").split())[0] == stamp:
         return Environment(python=_python(place), torch=lines[1], seconds=float(lines[2]))
     began = time.monotonic()
     shutil.rmtree(place, ignore_errors=True)
-    pinned = folder / f"{row.name}.constraints"
+    pinned = folder / f"{wanted.name}.constraints"
     folder.mkdir(parents=True, exist_ok=True)
-    pinned.write_text("\n".join(pins), encoding="utf-8")
-    _install(row, interpreter, place, pinned, packages)
-    torch = _checked(row, place)
+    pinned.write_text("\n".join(wanted.pins), encoding="utf-8")
+    _install(wanted, interpreter, place, pinned)
+    torch = _checked(wanted.row, place)
     seconds = time.monotonic() - began
     ready.write_text(f"{stamp} {torch} {seconds:.1f}", encoding="utf-8")
     return Environment(python=_python(place), torch=torch, seconds=seconds)
 
 
-def requirements(row: Row) -> list[str]:
-    """What is installed: the row's torch, and what vramfit, its tests and its examples need."""
+def of_row(row: Row) -> Wanted:
+    """The row's torch, and what vramfit, its tests and its examples need, as it is pinned."""
     extras = project()["optional-dependencies"]
-    named = [*project()["dependencies"], *(text for extra in EXTRAS for text in extras[extra])]
-    own = f"torch=={row.release}{'+cpu' if row.build is Build.CPU and sys.platform != 'darwin' else ''}"
-    return [own, *dict.fromkeys(text for text in named if Requirement(text).name != "torch")]
+    named = [text for extra in EXTRAS for text in extras[extra]]
+    return Wanted(name=row.name, row=row, packages=_with_torch(row, named), pins=constraints())
 
 
-def constraints() -> list[str]:
+def of_month(month: Month, row: Row) -> Wanted:
+    """A row's torch with the libraries of a month, and with what these ask for in its newest version that they take."""
+    return Wanted(name=f"libraries-{month.name}", row=row, packages=_with_torch(row, month.packages), pins=())
+
+
+def _with_torch(row: Row, packages: Sequence[str]) -> tuple[str, ...]:
+    """Packages with a row's torch and what vramfit itself needs."""
+    torch = f"torch=={row.release}{'+cpu' if row.build is Build.CPU and sys.platform != 'darwin' else ''}"
+    named = [*project()["dependencies"], *packages]
+    return (torch, *dict.fromkeys(text for text in named if Requirement(text).name != "torch"))
+
+
+def constraints() -> tuple[str, ...]:
     """The pins of constraints.txt that hold for every release."""
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pins = [line for line in lines if line and not line.startswith("#")]
-    return [pin for pin in pins if canonicalize_name(Requirement(pin).name) not in _OWN]
+    return tuple(pin for pin in pins if canonicalize_name(Requirement(pin).name) not in _OWN)
 
 
 def sources(row: Row, environ: Mapping[str, str] = os.environ) -> list[str]:
@@ -98,8 +126,8 @@ def sources(row: Row, environ: Mapping[str, str] = os.environ) -> list[str]:
     return ["--extra-index-url", CPU_WHEELS]
 
 
-def _install(row: Row, interpreter: Path, place: Path, pinned: Path, packages: Sequence[str]) -> None:
-    options = ["--constraint", str(pinned), *sources(row), *packages]
+def _install(wanted: Wanted, interpreter: Path, place: Path, pinned: Path) -> None:
+    options = ["--constraint", str(pinned), *sources(wanted.row), *wanted.packages]
     # A folder of wheels that pip is told of may hold the CPU build of the very release.
     environ = {name: value for name, value in os.environ.items() if name != "PIP_FIND_LINKS"}
     if uv := _uv():

@@ -1,4 +1,4 @@
-"""The table of rows, for a terminal and for docs/versions.md."""
+"""The tables of rows and of libraries, for a terminal and for docs/versions.md."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.table import Table
 from study_files import markdown_table
 
+from torch_rows.libraries import EXAMPLES, MONTHS, NEWER, Month, MonthOutcome, is_for
 from torch_rows.outcome import Outcome
 from torch_rows.rows import Row
 
@@ -66,6 +67,51 @@ def markdown(rows: tuple[Row, ...], found: Mapping[Row, Outcome], sources: str) 
     table = markdown_table(HEADS, [cells(row, found.get(row), sources) for row in rows], right=_RIGHT)
     below = notes(found, sources)
     return "\n".join([BEGIN, "", *table, "", *([*below, ""] if below else []), END])
+
+
+LIBRARIES_BEGIN = "<!-- libraries: made by studies/versions.py -->"
+LIBRARIES_END = "<!-- end of libraries -->"
+
+
+def libraries_table(found: Mapping[str, MonthOutcome]) -> tuple[list[str], list[list[str]], list[str]]:
+    """Heads, rows and notes: each library with its versions, and below it the peaks of its examples, month by month."""
+    reasons: dict[str, int] = {}
+
+    def cell(month: Month, example: str) -> str:
+        outcome = found.get(month.name)
+        if outcome is None or outcome.reason or not is_for(example, month):
+            return "" if outcome is None else "-"
+        ran = outcome.examples[example]
+        if not ran.error:
+            return f"{ran.reserved / 2**20:,.0f}"
+        return f"fails ({reasons.setdefault(ran.error, len(reasons) + 1)})"
+
+    rows = []
+    for library, examples in EXAMPLES.items():
+        rows.append([f"**{library}**", *(f"**{month.versions[library]}**" for month in MONTHS)])
+        rows += [[example, *(cell(month, example) for month in MONTHS)] for example in examples]
+    below = [f"- {month}: {one.reason}" for month, one in found.items() if one.reason]
+    below += [f"- {name} asks for {library} {since} or newer" for name, (library, since) in NEWER.items()]
+    below += [f"- ({number}) {_plain(error)}" for error, number in reasons.items()]
+    return ["", *(month.name for month in MONTHS)], rows, below
+
+
+def libraries_markdown(found: Mapping[str, MonthOutcome]) -> str:
+    """What stands between the two marks of the libraries in docs/versions.md."""
+    heads, rows, below = libraries_table(found)
+    table = markdown_table(heads, rows, right=heads[1:])
+    return "\n".join([LIBRARIES_BEGIN, "", *table, "", *([*below, ""] if below else []), LIBRARIES_END])
+
+
+def libraries_terminal(found: Mapping[str, MonthOutcome]) -> Table:
+    """For the terminal."""
+    heads, rows, _ = libraries_table(found)
+    shown = Table(box=None, pad_edge=False, header_style="bold")
+    for head in heads:
+        shown.add_column(head, justify="right" if head else "left")
+    for row in rows:
+        shown.add_row(*(text.strip("*") for text in row), style="bold" if row[0].startswith("*") else None)
+    return shown
 
 
 def write(page: Path, text: str, begin: str = BEGIN, end: str = END) -> None:

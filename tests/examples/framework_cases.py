@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 GPT = "--size tiny --seq-len 64 --vocab-size 1000 --steps 2"
 VIT = "--hidden-size 128 --layers 2 --image-size 64 --steps 2 --batch-size 4"
@@ -15,6 +16,7 @@ OPTIMIZERS = "--layers 1 --width 128 --vocab-size 512 --seq-len 128 --steps 2"  
 RESNET = "--channels 8 --depth 1 --image-size 32 --batch-size 8 --steps 1"
 BLOCKS = "--layers 4 --width 128 --seq-len 64 --batch-size 2 --steps 1"
 MLP = "--width 1024 --layers 2 --batch-size 64"
+SFT = "--size tiny --seq-len 64 --batch-size 2"
 
 
 @dataclass(frozen=True)
@@ -107,3 +109,12 @@ GROUPS: dict[str, dict[str, Case]] = {
         "diffusers-checkpointing": Case("diffusers_unet", f"{UNET} --gradient-checkpointing --samples 0"),
     },
 }
+
+TRL = {
+    "sft": Case("trl_sft", SFT),
+    "sft-packed": Case("trl_sft", f"{SFT} --packing"),
+    "sft-lora": Case("trl_sft", f"{SFT} --lora"),
+}
+"""Of TRL, which not every environment has."""
+if find_spec("trl"):
+    GROUPS["transformers"] |= TRL

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 import versions
-from torch_rows import environments, pythons, subset
-from torch_rows.environments import CannotBuild, Environment, constraints, requirements, sources
+from torch_rows import environments, libraries, pythons, subset
+from torch_rows.environments import CannotBuild, Environment, Wanted, of_month, of_row, sources
+from torch_rows.libraries import EXAMPLES, MONTHS, Month, MonthOutcome, Ran, examples
 from torch_rows.outcome import Outcome, load, save
 from torch_rows.pythons import NoPython, interpreter
 from torch_rows.rows import DEVELOPED, ROWS, Build, Row, chosen
-from torch_rows.table import BEGIN, END, markdown, notes, write
+from torch_rows.table import BEGIN, END, LIBRARIES_BEGIN, libraries_markdown, markdown, notes, write
 
 ROOT = Path(__file__).parents[2]
 HERE = f"{sys.version_info[0]}.{sys.version_info[1]}"
@@ -76,13 +77,19 @@ class TestInterpreter:
 
 class TestPackages:
     def test_torch_is_the_rows_and_all_else_is_pinned(self) -> None:
-        packages = requirements(CUDA)
-        assert packages[0] == f"torch=={CUDA.release}"
-        assert not [one for one in packages[1:] if one.startswith("torch>")]
-        assert any(one.startswith("pytest>") for one in packages)
-        pins = constraints()
-        assert not [pin for pin in pins if pin.startswith(("torch==", "setuptools=="))]
-        assert any(pin.startswith("transformers==") for pin in pins)
+        wanted = of_row(CUDA)
+        assert wanted.packages[0] == f"torch=={CUDA.release}"
+        assert not [one for one in wanted.packages[1:] if one.startswith("torch>")]
+        assert any(one.startswith("pytest>") for one in wanted.packages)
+        assert not [pin for pin in wanted.pins if pin.startswith(("torch==", "setuptools=="))]
+        assert any(pin.startswith("transformers==") for pin in wanted.pins)
+
+    def test_a_month_has_its_libraries_and_no_pins(self) -> None:
+        wanted = of_month(MONTHS[0], DEVELOPED)
+        assert wanted.name == f"libraries-{MONTHS[0].name}" and not wanted.pins
+        assert wanted.packages[0].startswith(f"torch=={DEVELOPED.release}")
+        assert f"transformers=={MONTHS[0].versions['transformers']}" in wanted.packages
+        assert any(one.startswith("msgspec>") for one in wanted.packages)
 
     def test_the_cpu_build_comes_from_where_it_is(self, tmp_path: Path) -> None:
         assert sources(CUDA, {"PIP_ARGS": "--find-links /wheels"}) == []
@@ -108,7 +115,7 @@ class TestPackages:
         uv.chmod(0o755)
         monkeypatch.setattr(environments, "_uv", lambda: str(uv))
         with pytest.raises(CannotBuild, match=told):
-            environments.environment(CUDA, Path(sys.executable), tmp_path / "rows")
+            environments.environment(of_row(CUDA), Path(sys.executable), tmp_path / "rows")
 
     def test_another_build_than_the_rows_is_refused(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -116,19 +123,21 @@ class TestPackages:
         """A package index may offer the CPU build alone: on a Mac, or where a folder of wheels comes first."""
         made: list[str] = []
 
-        def install(row: Row, interpreter: Path, place: Path, *_: object) -> None:
-            made.append(row.name)
+        def install(wanted: Wanted, interpreter: Path, place: Path, *_: object) -> None:
+            made.append(wanted.name)
             python = place / "bin" / "python"
             python.parent.mkdir(parents=True)
-            python.write_text(f"#!/bin/sh\necho {row.release}+cpu None\n", encoding="utf-8")
+            python.write_text(f"#!/bin/sh\necho {wanted.row.release}+cpu None\n", encoding="utf-8")
             python.chmod(0o755)
 
         monkeypatch.setattr(environments, "_install", install)
         with pytest.raises(CannotBuild, match=r"gives torch 2\.13\.0\+cpu, which is not the CUDA build"):
-            environments.environment(CUDA, Path(sys.executable), tmp_path)
-        first = environments.environment(DEVELOPED, Path(sys.executable), tmp_path)
+            environments.environment(of_row(CUDA), Path(sys.executable), tmp_path)
+        first = environments.environment(of_row(DEVELOPED), Path(sys.executable), tmp_path)
         assert first.torch == "2.13.0+cpu" and first.python == tmp_path / DEVELOPED.name / "bin" / "python"
-        assert environments.environment(DEVELOPED, Path(sys.executable), tmp_path).torch == first.torch
+        assert (
+            environments.environment(of_row(DEVELOPED), Path(sys.executable), tmp_path).torch == first.torch
+        )
         assert made == [CUDA.name, DEVELOPED.name], "one that is there is used again"
 
 
@@ -258,3 +267,81 @@ def test_pyenv_is_where_it_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert list(pythons._candidates("3.97", {"PATH": ""}))[1:] == [
         tmp_path / ".pyenv" / "versions" / "3.97.0" / "bin" / "python3"
     ]
+
+
+class TestLibraries:
+    def test_every_example_has_its_case(self) -> None:
+        for month in MONTHS:
+            for name in examples(month):
+                case = libraries._case(name)
+                assert Path(case["script"]).is_file() and case["name"] == name
+        assert "generate" in examples(MONTHS[-1]) and "generate" not in examples(MONTHS[0])
+        assert EXAMPLES.keys() == set(libraries.LIBRARIES)
+
+    def test_an_example_that_ends_the_interpreter_does_not_end_the_others(self, tmp_path: Path) -> None:
+        """A stand-in for the interpreter: it leaves reports until it comes to an example that ends it."""
+        python = tmp_path / "python"
+        python.write_text(
+            f"#!{sys.executable}\n"
+            "import json, os, sys\n"
+            "for case in json.load(open(sys.argv[2])):\n"
+            "    name = case['name']\n"
+            "    if name == 'lora':\n"
+            "        print('terminate called', file=sys.stderr, flush=True)\n"
+            "        os.abort()\n"
+            "    told = 'Traceback:\\n  File x\\nOSError: a\\nadvice' if name == 'sft' else None\n"
+            "    peak = {'allocated_bytes': 1 << 20, 'reserved_bytes': 2 << 20}\n"
+            "    json.dump({'traceback': told, 'peak': peak}, open(f'{sys.argv[3]}/{name}.json', 'w'))\n",
+            encoding="utf-8",
+        )
+        python.chmod(0o755)
+        seen: list[int] = []
+        found = libraries.run(MONTHS[-1], python, tmp_path / "reports", seen.append)
+        assert list(found) == examples(MONTHS[-1])
+        assert found["lora"] == Ran(error="the interpreter ended with exit code -6: terminate called")
+        assert found["sft"] == Ran(allocated=1 << 20, reserved=2 << 20, error="OSError: a")
+        assert found["dora"] == Ran(allocated=1 << 20, reserved=2 << 20)
+        assert seen[-1] == 100 and len(seen) == 2
+
+    @staticmethod
+    def outcome(month: Month, **errors: str) -> MonthOutcome:
+        ran = {name: Ran(reserved=3 << 20, error=errors.get(name, "")) for name in examples(month)}
+        return MonthOutcome(torch="2.13.0", examples=ran)
+
+    def test_the_table_has_versions_peaks_and_reasons(self, tmp_path: Path) -> None:
+        first, second, *_, last = MONTHS
+        found = {
+            first.name: self.outcome(first, lora="OSError: no | such", dora="OSError: no | such"),
+            second.name: MonthOutcome(reason="no network"),
+            last.name: self.outcome(last),
+        }
+        for month in (first, second, last):
+            libraries.save(tmp_path, month, found[month.name])
+        assert libraries.load(tmp_path) == found
+        lines = libraries_markdown(found).splitlines()
+        assert lines[0] == LIBRARIES_BEGIN
+        assert any(line.startswith(f"| **peft** | **{first.versions['peft']}** |") for line in lines)
+        assert (
+            "| lora | fails (1) | - |  |  |  | 3 |" in lines
+            and "| dora | fails (1) | - |  |  |  | 3 |" in lines
+        )
+        assert "| full | 3 | - |  |  |  | 3 |" in lines and "| generate | - | - |  |  |  | 3 |" in lines
+        assert "- (1) OSError: no \\| such" in lines and f"- {second.name}: no network" in lines
+        assert "- generate asks for transformers 5.0 or newer" in lines
+
+    def test_the_command_tries_every_month(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def environment(wanted: Wanted, *_: object) -> Environment:
+            return Environment(python=Path(wanted.name), torch="2.13.0", seconds=1.0)
+
+        errors: dict[str, str] = {}
+        monkeypatch.setattr(versions, "interpreter", lambda _: Path(sys.executable))
+        monkeypatch.setattr(versions, "environment", environment)
+        monkeypatch.setattr(libraries, "run", lambda month, *_: self.outcome(month, **errors).examples)
+        page = tmp_path / "page.md"
+        page.write_text((ROOT / "docs" / "versions.md").read_text(encoding="utf-8"), encoding="utf-8")
+        command = ["--libraries", "--folder", str(tmp_path), "--write", str(page)]
+        assert versions.main(command) == 0
+        assert "| full | 3 | 3 | 3 | 3 | 3 | 3 |" in page.read_text(encoding="utf-8")
+        errors["full"] = "OSError: x"
+        assert versions.main(command) == 1
+        assert BEGIN in page.read_text(encoding="utf-8")
