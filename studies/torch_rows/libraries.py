@@ -68,8 +68,16 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
 }
 """Of each library: scripts of examples/, and cases of tests/examples/framework_cases.py."""
 
-NEWER = {"generate": ("transformers", "5.0")}
-"""Examples that ask a library for what it has since a version only: caches of quantized keys by their present names."""
+ALONE = {
+    "gpt2_train": "--steps 1 --batch-size 1 --seq-len 128",
+    "llm_generate": "--size tiny --prompt-len 16 --new-tokens 4",
+    "bert_large_finetune": "--steps 1 --batch-size 2 --max-length 64 --layers 2",
+    "vit_train": "--steps 1 --batch-size 8 --layers 2",
+}
+"""Small arguments of the scripts among them."""
+
+NEWER = {"llm_generate": ("transformers", "4.56"), "generate": ("transformers", "5.0")}
+"""Examples that ask a library for what it has since a version only, by its present name (``dtype``, a cache's kind)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,11 +131,10 @@ def is_for(example: str, month: Month) -> bool:
 
 def _case(name: str) -> dict[str, Any]:
     """What `framework_runs.py` is given."""
-    from tests.examples.example_cases import SMALL
     from tests.examples.framework_cases import GROUPS, TRL
 
-    if name in SMALL:
-        script, arguments, gpu = name, SMALL[name][0], "RTX 4090"
+    if name in ALONE:
+        script, arguments, gpu = name, ALONE[name], "RTX 4090"
     else:
         case = next(group[name] for group in (*GROUPS.values(), TRL) if name in group)
         script, arguments, gpu = f"frameworks/{case.script}", case.arguments, case.gpu
