@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from vramfit.trace import Category, EventKind
 from vramfit.virtual.gpu import VirtualGPU
 
+pytestmark = pytest.mark.usefixtures("kept_workspaces")
+
 pytest.importorskip("bitsandbytes")
 
 ROWS, COLUMNS = 1024, 2048

@@ -8,6 +8,8 @@ from torch import nn
 
 import vramfit
 
+pytestmark = pytest.mark.usefixtures("kept_workspaces")
+
 quantization = pytest.importorskip("torchao.quantization")
 
 ROWS, COLUMNS = 1024, 512

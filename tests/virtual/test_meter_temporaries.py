@@ -82,6 +82,7 @@ def test_benchmark_mode_ends_its_search_with_an_empty_cache(gpu: VirtualGPU) -> 
     del kept, again
 
 
+@pytest.mark.usefixtures("kept_workspaces")
 def test_a_workspace_grows_when_the_program_asks_for_more(gpu: VirtualGPU) -> None:
     if not hasattr(torch.backends.cuda, "cublas_workspace_size"):
         pytest.skip("this torch sets no workspace sizes")

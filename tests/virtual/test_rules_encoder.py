@@ -6,6 +6,8 @@ from torch import nn
 
 from vramfit.virtual.gpu import VirtualGPU
 
+pytestmark = pytest.mark.usefixtures("kept_workspaces")
+
 WIDTH = 1 << 20  # bytes of one activation: 8 x 128 tokens of 256 floats
 
 

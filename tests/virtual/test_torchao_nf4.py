@@ -17,6 +17,8 @@ from torch import nn
 from vramfit.trace import Category, EventKind
 from vramfit.virtual.gpu import VirtualGPU
 
+pytestmark = pytest.mark.usefixtures("kept_workspaces")
+
 quantization = pytest.importorskip("torchao.quantization")
 if not hasattr(quantization, "NF4Tensor"):
     pytest.skip("this torchao keeps NF4Tensor elsewhere", allow_module_level=True)

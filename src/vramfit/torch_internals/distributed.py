@@ -8,6 +8,7 @@ from torch._C._distributed_c10d import Store as Store
 from torch.distributed import distributed_c10d
 
 from vramfit.torch_internals.names import Feature
+from vramfit.torch_internals.releases import at_least
 
 _GROUPS = Feature("process groups")
 _OBJECTS = Feature("Python objects that ranks exchange")
@@ -36,6 +37,14 @@ store_barrier = _GROUPS.place("torch.distributed.distributed_c10d._store_based_b
 nccl_available = _GROUPS.place("torch.distributed.distributed_c10d._NCCL_AVAILABLE")
 store_at_address = _GROUPS.place("torch.distributed.rendezvous._create_c10d_store")
 """Makes the store of ``env://`` and ``tcp://``."""
+
+
+NCCL_CLASSES = (
+    "ProcessGroupNCCL",
+    # Since 2.15 "nccl" is ProcessGroupNCCL2 (``_register_builtin_nccl_backend``), which takes a device and splits itself.
+    *(("ProcessGroupNCCL2", "ProcessGroupNCCLLazy") if at_least(2, 15) else ()),
+)
+"""What a group of NCCL is made of, in each module that has it; a CPU build has none of them."""
 
 
 def make_fake_group(rank: int, size: int) -> Any:

@@ -12,7 +12,10 @@ from torch import Tensor, nn
 
 from vramfit.virtual.gpu import VirtualGPU
 
-pytestmark = pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores"),
+    pytest.mark.usefixtures("kept_workspaces"),
+]
 WIDTH = 256
 ROWS = 128
 

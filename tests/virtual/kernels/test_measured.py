@@ -130,6 +130,7 @@ def test_context_grows_with_the_first_use_of_a_library() -> None:
     assert gpu.run.profile.date == "2026-01-02"
 
 
+@pytest.mark.usefixtures("kept_workspaces")
 def test_workspaces_and_dropout_states_are_as_measured() -> None:
     known = profile(workspace_bytes={"cublas": 5 << 20, "cudnn_dropout": 3 << 20})
     with VirtualGPU("H200", alloc_conf="", profile=known) as gpu:
@@ -145,6 +146,7 @@ def test_workspaces_and_dropout_states_are_as_measured() -> None:
     assert gpu.run.profile is not None
 
 
+@pytest.mark.usefixtures("kept_workspaces")
 def test_variables_that_set_a_workspace_go_before_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     with VirtualGPU("H200", alloc_conf="", profile=profile(workspace_bytes={"cublas": 5 << 20})):

@@ -210,7 +210,8 @@ def _patch_backends(
     Gloo.__name__ = Gloo.__qualname__ = "ProcessGroupGloo"
     Nccl.handles = Gloo.handles = handles
     for module in (internals.c10d, distributed_c10d, distributed):
-        patches.supply(module, "ProcessGroupNCCL", Nccl)  # a CPU build has none
+        for name in internals.NCCL_CLASSES:
+            patches.supply(module, name, Nccl)
         if place.world_size > 1:
             patches.supply(module, "ProcessGroupGloo", Gloo)
     internals.nccl_available.replace(patches, True)
@@ -230,6 +231,10 @@ def _patch_backends(
         "perform_nocolor_split": lambda self, device: None,
         "register_mem_pool": lambda self, pool: None,
         "deregister_mem_pool": lambda self, pool: None,
+        # Of ProcessGroupNCCL2: a group of some of its ranks, this one among them.
+        "split": lambda self, store, ranks, options: Nccl(
+            store, ranks.index(distributed.get_rank()), len(ranks), options
+        ),
     }
     for name, answer in answers.items():
         patches.supply(FakeProcessGroup, name, answer)
