@@ -191,7 +191,9 @@ def _patch_backends(
     handles = Handles()
 
     class Nccl(ProcessGroupNCCL):
-        def __new__(cls, store: Any, rank: int, size: int, options: Any = None, **later: Any) -> Any:
+        def __new__(
+            cls, store: Any, rank: int, size: int, options: Any = None, *later: Any, **named: Any
+        ) -> Any:
             # As ProcessGroupNCCL.cpp, which does not initialise CUDA: DeviceMesh looks whether anybody has.
             if not mode.machine.devices:
                 raise ValueError("ProcessGroupNCCL is only supported with GPUs, no GPUs found!")
