@@ -76,7 +76,7 @@ ALONE = {
 }
 """Small arguments of the scripts among them."""
 
-NEWER = {"llm_generate": ("transformers", "4.56"), "generate": ("transformers", "5.0")}
+NEWER = {"llm_generate": ("transformers", "4.56"), "generate": ("transformers", "5.23")}
 """Examples that ask a library for what it has since a version only, by its present name (``dtype``, a cache's kind)."""
 
 

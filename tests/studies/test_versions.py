@@ -327,7 +327,7 @@ class TestLibraries:
         )
         assert "| full | 3 | - |  |  |  | 3 |" in lines and "| generate | - | - |  |  |  | 3 |" in lines
         assert "- (1) OSError: no \\| such" in lines and f"- {second.name}: no network" in lines
-        assert "- generate asks for transformers 5.0 or newer" in lines
+        assert "- generate asks for transformers 5.23 or newer" in lines
 
     def test_the_command_tries_every_month(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def environment(wanted: Wanted, *_: object) -> Environment:
