@@ -81,3 +81,31 @@ def test_expanded_tensors_of_the_host_keep_their_values() -> None:
     with VirtualGPU("RTX 4090"):
         small = torch.arange(3.0).expand(4, 3).cuda()
         assert small.cpu().tolist() == [[0.0, 1.0, 2.0]] * 4
+
+
+def test_sparse_gradients_of_two_uses_are_summed() -> None:
+    with VirtualGPU("RTX 4090"):
+        table = torch.nn.Embedding(100, 8, sparse=True).cuda()
+        rows = torch.zeros(3, dtype=torch.int64, device="cuda")
+        (table(rows).sum() + table(rows).sum()).backward()
+        assert table.weight.grad is not None and table.weight.grad._nnz() == 6
+
+
+def test_a_mask_of_rows_takes_rows() -> None:
+    with VirtualGPU("RTX 4090"):
+        rows = torch.zeros(1, 3, dtype=torch.int64, device="cuda")
+        mask = torch.sparse_coo_tensor(
+            rows, torch.zeros(3, 8, device="cuda"), (10, 8), check_invariants=False
+        )
+        assert torch.zeros(10, 8, device="cuda").sparse_mask(mask)._values().shape == (3, 8)
+
+
+def test_copies_hold_as_many_elements() -> None:
+    with VirtualGPU("RTX 4090"):
+        source = sparse()
+        copies = (source.clone(), source.half(), source.t(), source.transpose(0, 1), source.cpu())
+        assert [copy._nnz() for copy in copies] == [source._nnz()] * len(copies)
+        assert [copy.shape for copy in copies[2:4]] == [source.shape[::-1]] * 2
+        assert copies[1].dtype == torch.float16 and copies[-1].device.type == "cpu"
+        with pytest.raises(RuntimeError, match="transposed dimensions must be sparse"):
+            torch.eye(4, device="cuda").to_sparse(1).t()

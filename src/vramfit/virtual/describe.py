@@ -64,7 +64,15 @@ MATRIX_AT: dict[OpOverload, int] = {
 }
 """Products of matrices: the place of the first among the arguments; the other follows."""
 
-MISDESCRIBED = frozenset({_aten.add.Tensor})
+MISDESCRIBED = frozenset(
+    {
+        _aten.add.Tensor,
+        _aten.clone.default,
+        _aten._to_copy.default,
+        _aten.t.default,
+        _aten.transpose.int,
+    }
+)
 """Ops that FakeTensorMode describes, of sparse tensors without elements."""
 
 

@@ -367,6 +367,8 @@ class OpRunner(TorchDispatchMode):
             type(args[0]) is FakeTensor and type(args[1]) is FakeTensor and args[0].shape == args[1].shape
         ):
             return False
+        if args[0].layout is not torch.strided:  # nothing to add in place (InputBuffer::accumulate)
+            return False
         counts = (
             args[0]._use_count(),  # type: ignore[attr-defined]
             storage_use_count(args[0].untyped_storage()._cdata),

@@ -43,6 +43,8 @@ def to_copy(mode: OpRunner, call: OpCall) -> Any:
         )
     if type(source) is not FakeTensor:
         return _upload(mode, source, device, call.kwargs)
+    if source.layout is torch.sparse_coo:  # made of copies of its indices and values
+        return mode.run(call, real=False)
     if device.type == "cpu" and source.fake_device.type == "cuda":
         return download(mode, source, call.kwargs)
     if device.type == "cuda" and source.fake_device.type == "cpu":

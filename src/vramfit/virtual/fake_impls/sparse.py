@@ -44,6 +44,8 @@ def run(mode: OpRunner, call: OpCall) -> Any:
             return _SPARSE_ADDMM(start, call.args[0], call.args[1])
         if name in _COALESCING:
             return _coalesced(mode, call.args[0])
+        if name in _COPYING:
+            return _COPYING[name](call)
         if name == "add" and not call.kwargs:
             return _sum(call.args[0], call.args[1])
         if name == "_sparse_softmax":
@@ -61,6 +63,45 @@ def run(mode: OpRunner, call: OpCall) -> Any:
     raise NotImplementedError(f"vramfit: {message}")
 
 
+def _cloned(call: OpCall) -> torch.Tensor:
+    source = call.args[0]
+    return _with_values(source, source._values().clone(), source._indices().clone())
+
+
+def _converted(call: OpCall) -> torch.Tensor:
+    source, place = call.args[0], call.kwargs.get("device")
+    values = source._values().to(dtype=call.kwargs.get("dtype"), device=place, copy=True)
+    return _with_values(source, values, source._indices().to(device=place, copy=True))
+
+
+def _transposed(call: OpCall) -> torch.Tensor:
+    """A copy with rows of indices changed (native/TensorShape.cpp, ``transpose``, ``sparse_transpose_``)."""
+    source, first, second = (*call.args, 0, 1)[:3]
+    first, second = first % source.dim(), second % source.dim()
+    order = list(range(source.dim()))
+    order[first], order[second] = second, first
+    if max(first, second) >= source.sparse_dim():
+        raise RuntimeError(
+            f"sparse transpose: transposed dimensions must be sparse. "
+            f"Got sparse_dim: {source.sparse_dim()}, d0: {first}, d1: {second}"
+        )
+    rows = source._indices()
+    swapped = torch.stack([rows[number] for number in order[: source.sparse_dim()]])
+    return torch.sparse_coo_tensor(
+        swapped,
+        source._values().clone(),
+        [source.shape[number] for number in order],
+        is_coalesced=False,
+        check_invariants=False,
+    )
+
+
+_COPYING: dict[str, Callable[[OpCall], torch.Tensor]] = {
+    "clone": _cloned,
+    "_to_copy": _converted,
+    "t": _transposed,
+    "transpose": _transposed,
+}
 _MATRIX_PRODUCTS = frozenset({"mm", "_sparse_mm"})
 _COALESCING = frozenset({"_coalesce", "coalesce"})
 # Ops that keep zero, so that they work on the values alone (native/sparse/SparseUnaryOps.cpp, SparseTensorMath.cpp).
@@ -136,11 +177,15 @@ def _sum(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
 
 
 def _masked(mode: OpRunner, source: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Elements of a tensor where a sparse one has some, by flat positions (SparseTensor.cpp, ``sparse_mask``)."""
+    """Elements of a tensor where a sparse one has some, by flat positions (SparseTensor.cpp, ``sparse_mask``).
+
+    An element is whatever the mask has at one place: a row, for the gradient of an embedding.
+    """
     indices = mask._indices()
     flat = torch.zeros(indices.shape[1], dtype=torch.int64, device=indices.device)
     if source.layout is torch.strided:
-        values = source.contiguous().view(-1).index_select(0, flat)
+        elements = source.contiguous().view(-1, *mask.shape[mask.sparse_dim() :])
+        values = elements.index_select(0, flat)
     else:  # both sets of positions, one found in the other
         places = torch.empty(source._values().shape[0], dtype=torch.int64, device=indices.device)
         values = torch.empty_like(mask._values())
