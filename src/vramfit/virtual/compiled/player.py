@@ -104,6 +104,14 @@ class Step:
 
 _NO_STEP = Step(label="inductor")
 
+_CHECKS = (
+    "assert_size_stride",
+    "assert_alignment",
+    "assert_size_stride_grouped",  # since 2.14
+    "assert_tensor_metadata",  # since 2.14, of results that torch asks for their dtype as well
+)
+"""Checks of tensors between the steps of a program (torch/_inductor/codegen/wrapper.py)."""
+
 
 class GraphPlayer:
     """Runs compiled graphs on a virtual card."""
@@ -165,8 +173,7 @@ class GraphPlayer:
             "empty_strided_cpu_pinned": self.empty_on_host,
             "reinterpret_tensor": self.reinterpret,
             "alloc_from_pool": self.from_pool,
-            "assert_size_stride": _nothing,
-            "assert_alignment": _nothing,
+            **dict.fromkeys(_CHECKS, _nothing),
             "copy_if_misaligned": self.aligned,
         }
 
