@@ -32,3 +32,17 @@ engine_runs = (
     _FEATURE.place("torch.autograd._engine_run_backward"),
 )
 """The one function through which ``backward`` and ``grad`` enter the engine, under both names that are called."""
+
+
+def save_past_hooks(caching: Any) -> None:
+    """Let a selective checkpoint keep results where they are, whatever hooks of saved tensors surround it.
+
+    So it does by itself until 2.13. Since 2.14 ``torch.utils.checkpoint.checkpoint(respect_saved_tensors_hooks=...)``
+    decides, and where nobody does torch warns that a later release will send what is kept through the hooks
+    (``_CachingTorchDispatchMode.__torch_dispatch__``).
+
+    Args:
+        caching: the first of ``create_selective_checkpoint_contexts``.
+    """
+    if hasattr(caching, "respect_saved_tensors_hooks"):
+        caching.respect_saved_tensors_hooks = False

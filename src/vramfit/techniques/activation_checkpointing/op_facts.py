@@ -36,6 +36,7 @@ from torch.utils.checkpoint import (
 )
 
 from vramfit.errors import UsageError
+from vramfit.torch_internals.autograd_engine import save_past_hooks
 from vramfit.torch_internals.dispatch import (
     DispatchKey,
     SetExcludeDispatchKeyGuard,
@@ -262,6 +263,7 @@ class Keeping:
         # The modes hold the policy and what is kept; nothing leads back from there, so that all goes with the graph.
         self._policy = _Policy(specs, path)
         caching, cached = create_selective_checkpoint_contexts(self._policy, allow_cache_entry_mutation=True)
+        save_past_hooks(caching)
         self.forward = _Delegate(caching, self._policy, again=False)
         self.again = _Delegate(cached, self._policy, again=True)
 
