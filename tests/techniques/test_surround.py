@@ -110,7 +110,7 @@ def test_hooks_run_around_it() -> None:
 
 
 def test_a_scripted_module_is_refused() -> None:
-    with pytest.warns(DeprecationWarning):
+    with pytest.warns((DeprecationWarning, FutureWarning), match="torch.jit.script"):  # the latter since 2.14
         module = torch.jit.script(nn.Linear(3, 2))
     with pytest.raises(UsageError, match="scripted"):
         surround(module, Twice())

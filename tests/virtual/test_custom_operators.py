@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -32,23 +34,34 @@ def suppress(boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
     return torch.tensor(kept, dtype=torch.int64)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def ops() -> Iterator[None]:
-    """``torchvision::nms`` with the schema and the kind of fake implementation that torchvision has, and others."""
-    vision, own = torch.library.Library("torchvision", "DEF"), torch.library.Library("vramfit_test", "DEF")
+def vision_ops() -> torch.library.Library | None:
+    """``torchvision::nms`` as torchvision has it; None where that is installed, and has it itself."""
+    if importlib.util.find_spec("torchvision") is not None:
+        importlib.import_module("torchvision")
+        return None
+    vision = torch.library.Library("torchvision", "DEF")
     vision.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     vision.impl("nms", suppress, "CPU")
+
+    @torch.library.register_fake("torchvision::nms", lib=vision)
+    def nms(dets: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
+        torch._check(dets.dim() == 2, lambda: f"boxes should be a 2d tensor, got {dets.dim()}D")
+        return dets.new_empty(torch.library.get_ctx().create_unbacked_symint(), dtype=torch.long)
+
+    return vision
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ops() -> Iterator[None]:
+    """``torchvision::nms``, and other operators whose results depend on data."""
+    vision = vision_ops()
+    own = torch.library.Library("vramfit_test", "DEF")
     own.define("coordinates(Tensor x) -> Tensor")
     own.define("rows(Tensor x, int most) -> Tensor")
     own.define("two(Tensor x) -> (Tensor, Tensor)")
 
     def context() -> Any:
         return torch.library.get_ctx()
-
-    @torch.library.register_fake("torchvision::nms", lib=vision)
-    def nms(dets: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
-        torch._check(dets.dim() == 2, lambda: f"boxes should be a 2d tensor, got {dets.dim()}D")
-        return dets.new_empty(context().create_unbacked_symint(), dtype=torch.long)
 
     @torch.library.register_fake("vramfit_test::coordinates", lib=own)
     def coordinates(x: Tensor) -> Tensor:
@@ -64,7 +77,8 @@ def ops() -> Iterator[None]:
         return x.new_empty(ctx.new_dynamic_size(max=700)), x.new_empty(ctx.new_dynamic_size(max=900))
 
     yield
-    vision._destroy()
+    if vision is not None:
+        vision._destroy()
     own._destroy()
 
 

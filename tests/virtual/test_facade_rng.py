@@ -128,3 +128,21 @@ def test_the_cpu_generator_is_not_touched(machine):
     torch.cuda.manual_seed(99)
     torch.Generator("cuda").manual_seed(5).draw(4)
     assert torch.equal(torch.rand(3), expected)
+
+
+def test_a_kernel_of_the_program_reserves_numbers(machine):
+    torch.cuda.init()
+    torch.cuda.manual_seed(2**63 + 5)
+    generator = torch.cuda.default_generators[0]
+    seed, offset, within = generator.philox_state(5)
+    assert (seed.item() & (2**64 - 1), offset.item(), within.item()) == (2**63 + 5, 0, 0)
+    assert {tensor.device.type for tensor in (seed, offset, within)} == {"cpu"}
+    assert generator.philox_state(1)[1].item() == 8  # numbers come four at a time
+    with pytest.raises(ValueError, match="non-negative"):
+        generator.philox_state(-1)
+
+
+def test_the_accelerators_default_generator_is_the_cards(machine):
+    torch.cuda.manual_seed(7)
+    generator = torch._C._accelerator_getDefaultGenerator(0)
+    assert generator.initial_seed() == 7 and generator.device == torch.device("cuda:0")

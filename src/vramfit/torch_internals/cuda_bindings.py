@@ -1,4 +1,4 @@
-"""``cuda.bindings``, through which torch's own Python calls the CUDA runtime and driver where it is installed.
+"""``cuda.bindings``, a package through which torch's own Python calls the CUDA runtime and driver.
 
 It comes with builds for CUDA (Requires-Dist of torch 2.10 and later). torch takes it for what it has no function of
 its own for: nodes of graphs and their annotations, green contexts, managed memory.

@@ -26,6 +26,7 @@ c10d: Any = _GROUPS.find("torch._C._distributed_c10d")
 FakeProcessGroup: Any = _GROUPS.find("torch._C._distributed_c10d.FakeProcessGroup")
 HashStore: Any = _GROUPS.find("torch._C._distributed_c10d.HashStore")
 Logger: Any = _GROUPS.find("torch._C._distributed_c10d.Logger")
+SymmetricMemory: Any = _GROUPS.find("torch._C._distributed_c10d._SymmetricMemory")
 Reducer: Any = _GROUPS.find("torch._C._distributed_c10d.Reducer")
 AsyncCollectiveTensor: Any = _GROUPS.find("torch.distributed._functional_collectives.AsyncCollectiveTensor")
 
@@ -39,12 +40,9 @@ store_at_address = _GROUPS.place("torch.distributed.rendezvous._create_c10d_stor
 """Makes the store of ``env://`` and ``tcp://``."""
 
 
-NCCL_CLASSES = (
-    "ProcessGroupNCCL",
-    # Since 2.15 "nccl" is ProcessGroupNCCL2 (``_register_builtin_nccl_backend``), which takes a device and splits itself.
-    *(("ProcessGroupNCCL2", "ProcessGroupNCCLLazy") if at_least(2, 15) else ()),
-)
-"""What a group of NCCL is made of, in each module that has it; a CPU build has none of them."""
+LATER_NCCL = ("ProcessGroupNCCL2", "ProcessGroupNCCLLazy") if at_least(2, 14) else ()
+"""Two more kinds of NCCL's groups, which ``init_process_group`` takes by name or by TORCH_DIST_USE_NCCL2; since 2.15
+"nccl" is the first (torch/distributed/distributed_c10d.py, ``_register_builtin_nccl_backend``). CPU builds have none."""
 
 
 def make_fake_group(rank: int, size: int) -> Any:

@@ -380,7 +380,11 @@ class Machine:
     def is_capturing(self, device: int | None = None) -> bool:
         """Whether this thread's current stream is being recorded into a CUDA graph."""
         number = self.current_device if device is None else device
-        return (number, self.current_stream(number)) in self._captures
+        return self.captures(number, self.current_stream(number))
+
+    def captures(self, device: int, stream: int) -> bool:
+        """Whether a stream is being recorded into a CUDA graph."""
+        return (device, stream) in self._captures
 
     # Time
 

@@ -147,6 +147,28 @@ def test_only_the_root_holds_a_reduction(world: VirtualGPU) -> None:
     assert (mine.tolist(), others.tolist()) == ([16.0, 16.0], [1.0, 1.0])
 
 
+@pytest.mark.parametrize("root", [RANK, 0])
+def test_only_the_root_holds_what_is_gathered_into_one_tensor(world: VirtualGPU, root: int) -> None:
+    if not hasattr(dist.group.WORLD, "gather_into_tensor"):
+        pytest.skip("a group gathers into a tensor from torch 2.14 on")
+    whole, mine = torch.zeros(2 * WORLD, device="cuda"), torch.ones(2, device="cuda")
+    options = dist.GatherOptions()
+    options.rootRank = root
+    dist.group.WORLD.gather_into_tensor(whole, mine, options).wait()
+    assert whole.tolist() == [float(root == RANK)] * (2 * WORLD)
+
+
+def test_functional_results_are_waited_for_together(world: VirtualGPU) -> None:
+    functional = torch.distributed._functional_collectives
+    if not hasattr(functional, "wait_tensors"):
+        pytest.skip("torch waits for several results at once from 2.15 on")
+    given = [torch.ones(2, device="cuda") for _ in range(2)]
+    name = dist.group.WORLD.group_name
+    reduced = [torch.ops._c10d_functional.all_reduce(one, "sum", name) for one in given]
+    waited = torch.ops._c10d_functional.wait_tensors(reduced)
+    assert [one.tolist() for one in waited] == [[float(WORLD)] * 2] * 2
+
+
 def test_nothing_is_known_of_what_another_rank_scatters_or_scales(world: VirtualGPU) -> None:
     scattered, scaled = (torch.full((2,), 7.0, device="cuda") for _ in range(2))
     dist.scatter(scattered, src=0)

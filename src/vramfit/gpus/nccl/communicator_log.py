@@ -33,7 +33,9 @@ _KINDS = {
     ),
     NcclCollective.BROADCAST: ("broadcast", "broadcast_"),
     NcclCollective.REDUCE: ("reduce_",),
-    NcclCollective.ALL_TO_ALL: ("all_to_all_single", "alltoall_", "alltoall_base_", "gather_", "scatter_"),
+    NcclCollective.ALL_TO_ALL: (
+        *("all_to_all_single", "alltoall_", "alltoall_base_", "gather_", "gather_into_tensor_", "scatter_"),
+    ),
     NcclCollective.SEND_RECEIVE: ("batch_p2p_ops", "irecv", "isend", "recv_", "recv_any_source_", "send"),
 }
 COLLECTIVE_OF_OP: Mapping[str, NcclCollective] = MappingProxyType(

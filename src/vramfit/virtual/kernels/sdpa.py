@@ -105,6 +105,21 @@ def choose_backend(
     raise RuntimeError("No available kernel. Aborting execution.")
 
 
+def can_use(
+    backend: SdpaBackend,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    enable_gqa: bool,
+    ctx: KernelContext,
+) -> bool:
+    """Whether a backend could run a call on a card (``torch.backends.cuda.can_use_flash_attention`` and its kin)."""
+    return _USABLE[backend](_SdpaCall(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, ctx))
+
+
 def priority(ctx: KernelContext) -> tuple[SdpaBackend, ...]:
     """The order in which backends are tried.
 

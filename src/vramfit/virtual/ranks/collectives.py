@@ -40,7 +40,7 @@ Move = Callable[[PeerValues, Communicator, OpCall], None]
 _FLOAT_BYTES = 4
 _TELLING = (NcclCollective.ALL_REDUCE, NcclCollective.ALL_GATHER, NcclCollective.ALL_TO_ALL)
 """What lets a rank know numbers of the others."""
-_ROOTED = {"gather_": "gather", "scatter_": "scatter"}
+_ROOTED = {"gather_": "gather", "gather_into_tensor_": "gather", "scatter_": "scatter"}
 """To NCCL these are sends and receives."""
 
 
@@ -90,6 +90,11 @@ def _gather_each(values: PeerValues, group: Communicator, call: OpCall) -> None:
 def _gather_whole(values: PeerValues, group: Communicator, call: OpCall) -> None:
     for out, source in zip(tensors_in(call.args[0]), tensors_in(call.args[1]), strict=True):
         values.copy(out, source)
+
+
+def _gather_whole_to_root(values: PeerValues, group: Communicator, call: OpCall) -> None:
+    if call.argument(3, "root_rank") == group.rank:
+        _gather_whole(values, group, call)
 
 
 def _reduce_scatter(values: PeerValues, group: Communicator, call: OpCall) -> None:
@@ -144,6 +149,7 @@ RULES: dict[str, Rule] = {
     "alltoall_": Rule(move=_all_to_all_lists, whole=1),
     "alltoall_base_": Rule(move=_all_to_all, whole=1),
     "gather_": Rule(move=_gather),
+    "gather_into_tensor_": Rule(move=_gather_whole_to_root),  # since 2.14
     "scatter_": Rule(move=_scatter, whole=1),
 }
 """By the name of the op; `COLLECTIVE_OF_OP` has what NCCL is asked for."""

@@ -64,6 +64,7 @@ class FunctionalCollectives:
         """By overload, as far as this torch has them."""
         by_name: dict[str, Callable[[OpRunner, OpCall], Any]] = {
             "wait_tensor": self._wait,
+            "wait_tensors": self._wait_for_all,  # since 2.15
             "_wrap_tensor_autograd": self._wrapped,
             "all_reduce": self._reduced,
             "all_reduce_coalesced": self._reduced,
@@ -92,7 +93,12 @@ class FunctionalCollectives:
     # -- the rules ---------------------------------------------------------------------------------------------
 
     def _wait(self, mode: OpRunner, call: OpCall) -> Any:
-        tensor: torch.Tensor = call.args[0]
+        return self._waited(mode, call.args[0])
+
+    def _wait_for_all(self, mode: OpRunner, call: OpCall) -> Any:
+        return [self._waited(mode, tensor) for tensor in call.args[0]]
+
+    def _waited(self, mode: OpRunner, tensor: torch.Tensor) -> torch.Tensor:
         waiting = self._waiting.find(tensor) if type(tensor) is FakeTensor else None
         if waiting is not None:
             clock = mode.machine.clock
@@ -290,9 +296,16 @@ def _process_group(call: OpCall) -> ProcessGroup:
     return found
 
 
+_WAITING = (
+    "_c10d_functional.wait_tensor",
+    "_c10d_functional.wait_tensors",
+    "_c10d_functional._wrap_tensor_autograd",
+)
+
+
 def _ours(call: OpCall) -> bool:
     """Whether a handle of ours would have to do it."""
-    if call.info.name in ("_c10d_functional.wait_tensor", "_c10d_functional._wrap_tensor_autograd"):
+    if call.info.name in _WAITING:
         return False
     device = call.tensors()[0].device.type
     return is_handle(backend_of(_process_group(call), torch.device(device)))

@@ -24,6 +24,8 @@ from vramfit.virtual.op_runner import OpRunner
 from vramfit.virtual.ranks.communicators import Communicators
 from vramfit.virtual.ranks.rank_place import RankPlace
 from vramfit.virtual.ranks.rank_store import RankStore
+from vramfit.virtual.torch_cuda.memory import NativeAllocator
+from vramfit.virtual.torch_cuda.refused import refuse_symmetric_memory
 
 # torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp: kProcessGroupNCCLDefaultTimeout
 _TIMEOUT = timedelta(minutes=10)
@@ -70,10 +72,14 @@ class Handles:
         self._kinds[id(handle)] = handle, kind
         return handle
 
+    def kind_of(self, backend: object) -> type | None:
+        """The kind of backend that a handle stands for; None for what is no handle."""
+        known = self._kinds.get(id(backend))
+        return None if known is None else known[1]
+
     def is_of(self, backend: object, kind: type) -> bool:
         """Whether a backend is a handle of that kind."""
-        known = self._kinds.get(id(backend))
-        return known is not None and known[1] is kind
+        return self.kind_of(backend) is kind
 
 
 class _HandleClass(type):
@@ -106,6 +112,7 @@ def install(mode: OpRunner, place: RankPlace, communicators: Communicators, patc
     _patch_splitting(patches)
     _note_batches(communicators, patches)
     _leave_untimed(patches)
+    refuse_symmetric_memory(internals.SymmetricMemory, patches)
     _destroy_afterwards(communicators, patches)
 
 
@@ -194,6 +201,7 @@ def _patch_backends(
         def __new__(
             cls, store: Any, rank: int, size: int, options: Any = None, *later: Any, **named: Any
         ) -> Any:
+            # From torch 2.15 on also the device, which the group is bound to.
             # As ProcessGroupNCCL.cpp, which does not initialise CUDA: DeviceMesh looks whether anybody has.
             if not mode.machine.devices:
                 raise ValueError("ProcessGroupNCCL is only supported with GPUs, no GPUs found!")
@@ -208,12 +216,13 @@ def _patch_backends(
             # A timeout; from torch 2.14 on also whether the group may be configured anew.
             return handles.make(cls, rank, size)
 
+    others = {name: type(name, (Nccl,), {}) for name in internals.LATER_NCCL}
     Nccl.__name__ = Nccl.__qualname__ = "ProcessGroupNCCL"
     Gloo.__name__ = Gloo.__qualname__ = "ProcessGroupGloo"
     Nccl.handles = Gloo.handles = handles
     for module in (internals.c10d, distributed_c10d, distributed):
-        for name in internals.NCCL_CLASSES:
-            patches.supply(module, name, Nccl)
+        for name, stand_in in {"ProcessGroupNCCL": Nccl, **others}.items():
+            patches.supply(module, name, stand_in)
         if place.world_size > 1:
             patches.supply(module, "ProcessGroupGloo", Gloo)
     internals.nccl_available.replace(patches, True)
@@ -221,6 +230,13 @@ def _patch_backends(
     if place.world_size > 1:
         # TORCH_DISTRIBUTED_DEBUG=DETAIL compares what ranks do, in C++ and through gloo.
         internals.group_wrapper.replace(patches, lambda wrapped_pg, **kwargs: wrapped_pg)
+
+    def split(handle: Any, store: Any, ranks: list[int], options: Any = None) -> Any:
+        """A subgroup of a group of NCCL's later kinds, which are asked for it (since 2.14)."""
+        kind: Any = handles.kind_of(handle)
+        return kind(store, ranks.index(distributed.get_rank()), len(ranks), options)
+
+    patches.supply(FakeProcessGroup, "split", split)
     # What torch asks of a backend and the handle lacks; each is a setting or a count that one rank never needs.
     answers = {
         "_set_sequence_number_for_group": lambda self: None,
@@ -233,13 +249,11 @@ def _patch_backends(
         "perform_nocolor_split": lambda self, device: None,
         "register_mem_pool": lambda self, pool: None,
         "deregister_mem_pool": lambda self, pool: None,
-        # Of ProcessGroupNCCL2: a group of some of its ranks, this one among them.
-        "split": lambda self, store, ranks, options: Nccl(
-            store, ranks.index(distributed.get_rank()), len(ranks), options
-        ),
     }
     for name, answer in answers.items():
         patches.supply(FakeProcessGroup, name, answer)
+    # ncclMemAlloc's memory, for torch.cuda.MemPool: on the virtual card memory as any other.
+    patches.supply(FakeProcessGroup, "mem_allocator", property(lambda self: NativeAllocator()))
 
 
 def _splits(options: Any) -> bool:

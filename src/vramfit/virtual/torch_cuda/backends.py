@@ -1,5 +1,7 @@
 """``torch.backends``: what a CPU build refuses to answer about cuDNN, cuBLAS, cuFFT and cuSOLVER."""
 
+# ruff: noqa: ARG002  # the signatures are those of the C functions
+
 from __future__ import annotations
 
 import enum
@@ -40,6 +42,10 @@ class BackendFunctions(CFunctions):
 
     def _cudnn_set_conv_benchmark_empty_cache(self, enable: bool) -> None:
         self.machine.conv_benchmark_empties_cache = enable
+
+    def _get_cudnn_batch_norm_reserve_space_size(self, source: torch.Tensor, training: bool) -> int:
+        # Asked where a graph is traced: nothing, as torch's meta kernel of cudnn_batch_norm has it.
+        return 0
 
     def functions(self) -> dict[str, Callable[..., Any]]:
         """The functions by their name in ``torch._C``."""

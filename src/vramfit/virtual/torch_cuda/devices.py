@@ -1,7 +1,5 @@
 """Devices: counting, choosing, initialising, waiting."""
 
-# ruff: noqa: ARG002  # the signatures are those of the C functions and classes
-
 from __future__ import annotations
 
 import os
@@ -125,8 +123,11 @@ class DeviceFunctions(CFunctions):
     def _cuda_unlock_mutex(self) -> None:
         """See `_cuda_lock_mutex`."""
 
-    def _cuda_jiterator_compile_and_launch_kernel(self, *args: object) -> None:
-        raise RuntimeError("torch.cuda.jiterator compiles CUDA code, which the virtual GPU cannot run")
+    def _cudnn_clear_dropout_state(self) -> None:
+        """Nothing to clear: states of dropout in recurrent layers are tensors of the program's here."""
+
+    def _cuda_getHipblasltVersion(self) -> int:
+        return 0  # of builds for ROCm
 
 
 def patch_devices(functions: DeviceFunctions, patches: PatchStack) -> None:

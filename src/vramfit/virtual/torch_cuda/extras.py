@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 
@@ -181,6 +181,8 @@ class TunableFunctions(CFunctions):
             "max_tuning_iterations": 100,
             "rotating_buffer_size": -1,
             "filename": "tunableop_results.csv",
+            "cublaslt_requested_algo_count": 8,  # TunableOp's own default (since 2.14)
+            "wildcard_fallback": False,
         }
 
     def functions(self) -> dict[str, Callable[..., Any]]:
@@ -192,12 +194,23 @@ class TunableFunctions(CFunctions):
             "_cuda_tunableop_is_enabled": self._getter("enable"),
             "_cuda_tunableop_tuning_enable": self._setter("tuning_enable"),
             "_cuda_tunableop_tuning_is_enabled": self._getter("tuning_enable"),
+            "_cuda_tunableop_wildcard_fallback_enable": self._setter("wildcard_fallback"),
+            "_cuda_tunableop_wildcard_fallback_is_enabled": self._getter("wildcard_fallback"),
+            "_cuda_tunableop_push_dynamic_dims_mask": lambda mask: None,
+            "_cuda_tunableop_pop_dynamic_dims_mask": lambda handle: None,
+            "_cuda_tunableop_clear_all": lambda: None,
             "_cuda_tunableop_get_results": lambda: (),
             "_cuda_tunableop_get_validators": lambda: (),
             "_cuda_tunableop_read_file": lambda filename=None: False,
             "_cuda_tunableop_set_numerical_check_tolerances": lambda enable, atol=1e-5, rtol=1e-5: None,
         }
-        for name in ("max_tuning_duration", "max_tuning_iterations", "rotating_buffer_size", "filename"):
+        for name in (
+            "max_tuning_duration",
+            "max_tuning_iterations",
+            "rotating_buffer_size",
+            "filename",
+            "cublaslt_requested_algo_count",
+        ):
             table[f"_cuda_tunableop_set_{name}"] = self._setter(name)
             table[f"_cuda_tunableop_get_{name}"] = self._getter(name)
         return table
@@ -260,7 +273,9 @@ def _patch_sensors(machine: Machine, patches: PatchStack) -> None:
 def _patch_profiler(machine: Machine, patches: PatchStack) -> None:
     """Let ``torch.profiler`` record the CPU side: there are no kernels whose times it could take.
 
-    Asked for those, a CUDA library that is not there would have it write a stack per op to stderr.
+    Asked for those, a CUDA library that is not there would have it write a stack per op to stderr. On a CUDA build
+    Kineto counts the machine's real cards all the same, for the head of its trace, when any profile ends
+    (libkineto/src/DeviceProperties.cpp): it takes nothing of them.
     """
     module: Any = profiler
     supported = cuda_device.profiler_activities.get()
@@ -269,8 +284,11 @@ def _patch_profiler(machine: Machine, patches: PatchStack) -> None:
         machine.warn("profiler-without-kernels", "torch.profiler records no kernels on the virtual GPU")
         return {*supported(), ProfilerActivity.CUDA}
 
-    # With this, torch.profiler asks Kineto for CUDA activities, of which there are none ...
+    # With this, torch.profiler asks Kineto for CUDA activities, of which there are none: it does not hear of them ...
     cuda_device.profiler_activities.replace(patches, supported_activities)
+    for name in _WITH_ACTIVITIES:
+        if hasattr(module, name):
+            patches.set(module, name, _for_the_host(getattr(module, name)))
     # ... and where Kineto is not wanted, it does not record CUDA events around each op instead.
     states = dict(module.ProfilerState.__members__)
     states["KINETO_GPU_FALLBACK"] = states["KINETO"]
@@ -278,3 +296,14 @@ def _patch_profiler(machine: Machine, patches: PatchStack) -> None:
     # emit_nvtx enables a C++ observer that a CPU build lacks.
     patches.set(module.emit_nvtx, "__enter__", lambda self: self)
     patches.set(module.emit_nvtx, "__exit__", lambda *_: False)
+
+
+_WITH_ACTIVITIES = ("_prepare_profiler", "_enable_profiler", "_toggle_collection_dynamic")
+"""Functions of ``torch.autograd.profiler`` whose second argument is what Kineto shall record."""
+
+
+def _for_the_host(function: Callable[..., Any]) -> Callable[..., Any]:
+    def record(first: Any, activities: Iterable[ProfilerActivity], *rest: Any, **named: Any) -> Any:
+        return function(first, set(activities) - {ProfilerActivity.CUDA}, *rest, **named)
+
+    return record

@@ -32,7 +32,8 @@ from vramfit.virtual.torch_cuda.devices import DeviceFunctions, patch_devices
 from vramfit.virtual.torch_cuda.extras import CommFunctions, TunableFunctions, patch_extras
 from vramfit.virtual.torch_cuda.legacy import patch_legacy_tensors
 from vramfit.virtual.torch_cuda.memory import MemoryFunctions, patch_memory
-from vramfit.virtual.torch_cuda.rng import patch_rng
+from vramfit.virtual.torch_cuda.refused import RefusedFunctions, patch_refused
+from vramfit.virtual.torch_cuda.rng import VirtualGenerator, default_generator, patch_rng
 from vramfit.virtual.torch_cuda.streams import StreamFunctions, VirtualStream, patch_streams
 
 Pairs = list[tuple[object, object]]
@@ -57,6 +58,7 @@ def install(machine: Machine, patches: PatchStack) -> None:
         CommFunctions(machine),
         TunableFunctions(machine),
         AcceleratorFunctions(machine, devices, memory),
+        RefusedFunctions(machine),
     )
     pairs: Pairs = []
     for table in tables:
@@ -87,6 +89,7 @@ def install(machine: Machine, patches: PatchStack) -> None:
     patch_memory(machine, patches)
     patch_extras(machine, patches)
     patch_legacy_tensors(patches)
+    patch_refused(patches)
 
 
 def _replaced(name: str, new: Any) -> Pairs:
@@ -156,6 +159,9 @@ class AcceleratorFunctions(CFunctions):
 
     def _get_accelerator(self, check: bool | None = None) -> torch.device:
         return torch.device("cuda")
+
+    def _accelerator_getDefaultGenerator(self, device: int) -> VirtualGenerator:
+        return default_generator(self.device(device).index)
 
     def _accelerator_getDeviceCapability(self, device: int) -> dict[str, Any]:
         self.device(device)

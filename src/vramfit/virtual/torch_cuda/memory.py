@@ -239,6 +239,12 @@ class MemoryFunctions(CFunctions):
     def _cuda_getMemoryMetadata(self) -> str:
         return self.metadata
 
+    def _cuda_memoryMetadataSupported(self) -> bool:
+        return True
+
+    def _cuda_annotateMemory(self, address: int, metadata: str) -> None:
+        """Note something of a block in the history: it is no event of memory, and is not kept."""
+
 
 def patch_memory(machine: Machine, patches: PatchStack) -> None:
     """Replace what ``torch.cuda.memory`` asks the runtime for by itself."""

@@ -30,6 +30,12 @@ _STATE = struct.Struct("<Qq")  # ATen/cuda/CUDAGeneratorImpl.cpp, get_state: see
 _SEED_ONLY_BYTES = 8
 _UINT64 = (1 << 64) - 1
 
+
+def _signed(number: int) -> int:
+    """The bits of an unsigned number of 64 bits as a signed one's."""
+    return number - (1 << 64) if number >> 63 else number
+
+
 _by_address: weakref.WeakValueDictionary[int, VirtualGenerator] = weakref.WeakValueDictionary()
 
 
@@ -88,6 +94,22 @@ class VirtualGenerator(_CpuGenerator):  # type: ignore[misc]
         if offset % 4:
             raise RuntimeError("offset must be a multiple of 4")
         self.philox.offset = int(offset)
+
+    def philox_state(self, increment: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Reserve numbers, and tell where they begin: seed, offset and offset within a graph (since 2.14).
+
+        All of them on the CPU: a graph is captured by running it, so that its numbers are those of outside.
+
+        Raises:
+            ValueError: the increment is negative.
+        """
+        if increment < 0:
+            raise ValueError("philox_state increment must be non-negative")
+        seed, offset = (_signed(number) for number in (self.philox.seed, self.philox.offset))
+        self.philox.offset += (increment + 3) // 4 * 4
+        with disable_current_modes():
+            begin, at, within = (torch.tensor([number]) for number in (seed, offset, 0))
+        return begin, at, within
 
     def get_state(self) -> torch.Tensor:
         """Seed and offset as 16 bytes on the CPU."""

@@ -90,6 +90,10 @@ class VirtualStream(_CStream):  # type: ignore[misc]
         """Its ``cudaStream_t``."""
         return ids.handle_of(self.stream_id, self.device_index)
 
+    def is_capturing(self) -> bool:
+        """Whether what is sent to it is recorded into a graph."""
+        return installed_machine().captures(self.device_index, self.stream_id)
+
     def query(self) -> bool:
         """Whether all its work is done: always, since nothing ever runs."""
         return True

@@ -41,6 +41,7 @@ _WHOLE_ON_CARD = (
 def install(mode: OpRunner, patches: PatchStack) -> None:
     """Lead attention, losses, ``one_hot`` and recurrent layers the way of a card."""
     _register_kernels(mode, patches)
+    _answer_for_attention(mode, patches)
     _patch_ctc_loss(patches)
     _patch_one_hot(patches)
     for layer in RNNMode:
@@ -48,6 +49,36 @@ def install(mode: OpRunner, patches: PatchStack) -> None:
     for key, name in (("RNN_TANH", "rnn_tanh"), ("RNN_RELU", "rnn_relu")):
         patches.item(rnn_impls, key, getattr(VF, name))
     _patch_flatten(mode, patches)
+
+
+_QUESTIONS = {
+    "_can_use_flash_attention": sdpa.SdpaBackend.FLASH,
+    "_can_use_mem_efficient_attention": sdpa.SdpaBackend.EFFICIENT,
+    "_can_use_cudnn_attention": sdpa.SdpaBackend.CUDNN,
+}
+"""What ``torch.backends.cuda`` asks about a call of attention, in C++: of the real card, and False without one."""
+
+
+def _answer_for_attention(mode: OpRunner, patches: PatchStack) -> None:
+    def answer(backend: sdpa.SdpaBackend) -> Callable[..., bool]:
+        def can_use(params: Any, debug: bool = False) -> bool:
+            context = mode.workspaces.context(params.query.device.index or 0)
+            return sdpa.can_use(
+                backend,
+                params.query,
+                params.key,
+                params.value,
+                params.attn_mask,
+                params.dropout,
+                params.is_causal,
+                params.enable_gqa,
+                context,
+            )
+
+        return can_use
+
+    for name, backend in _QUESTIONS.items():
+        patches.set(torch._C, name, answer(backend))
 
 
 def _register_kernels(mode: OpRunner, patches: PatchStack) -> None:

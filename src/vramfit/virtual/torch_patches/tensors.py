@@ -41,6 +41,7 @@ def install(mode: OpRunner, patches: PatchStack) -> None:
     _patch_sharing(mode, patches)
     _patch_repr(mode, patches)
     _refuse_nested(mode, patches)
+    _patch_storage_making(patches)
     _patch_storage_size(mode, patches)
     _patch_storage_place(mode, patches)
     _patch_storage_copies(mode, patches)
@@ -75,8 +76,13 @@ def _patch_lists(mode: OpRunner, patches: PatchStack) -> None:
         set_only_lift_cpu_tensors(True)  # kept per thread, and autograd has threads of its own
         return _on_host(mode, data) if isinstance(data, (list, tuple)) else data
 
-    def tensor(data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return original(real(data), *args, **kwargs)
+    def tensor(
+        data: Any, *args: Any, pin_memory: bool = False, requires_grad: bool = False, **kwargs: Any
+    ) -> torch.Tensor:
+        made = original(real(data), *args, **kwargs)
+        if pin_memory:  # torch would ask the runtime for pages where it copies the data, below the dispatcher
+            made = made.pin_memory()
+        return made.requires_grad_() if requires_grad else made
 
     def as_tensor(data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         return as_original(real(data), *args, **kwargs)
@@ -282,6 +288,23 @@ def _record(mode: OpRunner, storage: torch.UntypedStorage) -> VirtualRecord | No
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     """A tensor of bytes over a storage where it lies for torch."""
     return torch.empty(0, dtype=torch.uint8, device=_DEVICE.__get__(storage)).set_(storage)
+
+
+def _patch_storage_making(patches: PatchStack) -> None:
+    """``torch.UntypedStorage(n, device="cuda")``, ``torch.cuda.FloatStorage(n)``: those of a new tensor of bytes."""
+    original = torch.UntypedStorage.__new__
+
+    def new(cls: type[torch.UntypedStorage], *args: Any, **options: Any) -> Any:
+        device = options.get("device")
+        if device is None or torch.device(device).type != "cuda":
+            return original(cls, *args, **options)
+        given = args[0] if args else options.get("size", 0)
+        whole = torch.empty(given, dtype=torch.uint8, device=device) if isinstance(given, int) else None
+        if whole is None:
+            whole = torch.tensor(given, dtype=torch.uint8, device=device)
+        return whole.untyped_storage()
+
+    patches.set(torch.UntypedStorage, "__new__", new)
 
 
 def _patch_storage_size(mode: OpRunner, patches: PatchStack) -> None:

@@ -143,6 +143,8 @@ def torchrun_parser() -> LauncherParser:
         "logs-specs",
         "numa-binding",
         "signals-to-handle",
+        "log-line-prefix-template",  # since 2.14, as the next
+        "print-completion",
     ):
         option(f"--{name}")
     for name in ("duplicate-stdout-filters", "duplicate-stderr-filters"):
