@@ -59,6 +59,7 @@ LONG_SIGNATURES = {
     "virtual/gpu.py:__init__": _PUBLIC,
     "virtual/kernels/attention.py:_flash_forward": "each extent that the kernel's requests depend on",
     "virtual/kernels/sdpa.py:_math": _TORCH_AND_OURS,
+    "virtual/kernels/sdpa.py:can_use": _TORCH,
     "virtual/kernels/sdpa.py:scaled_dot_product_attention": _TORCH,
     "virtual/torch_cuda/memory.py:_cuda_record_memory_history": _TORCH,
     "virtual/torch_cuda/memory.py:_cuda_record_memory_history_legacy": _TORCH,

@@ -15,9 +15,9 @@ import driver_calls
 import pytest
 import torch
 
-from vramfit.torch_internals import dispatch
+from vramfit.torch_internals import real_tensors
+from vramfit.torch_internals.cuda_device import has_cuda as CUDA_BUILD
 from vramfit.virtual.gpu import VirtualGPU
-from vramfit.virtual.torch_cuda.base import CUDA_BUILD
 from vramfit.virtual.torch_cuda.rng import VirtualGenerator
 
 C: Any = torch._C
@@ -138,12 +138,14 @@ def test_every_op_that_makes_a_tensor_of_a_card_by_itself_is_refused() -> None:
     names = (
         name for name in C._dispatch_get_registrations_for_dispatch_key("CUDA") if name.startswith("aten::")
     )
-    assert {name.removeprefix("aten::") for name in names if without_tensors(name)} == set(dispatch.FACTORIES)
+    assert {name.removeprefix("aten::") for name in names if without_tensors(name)} == set(
+        real_tensors.FACTORIES
+    )
 
 
 def test_real_tensors_are_refused_until_the_undo(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
-    undo = dispatch.refuse_real_tensors()
+    undo = real_tensors.refuse_real_tensors()
     try:
         for make in (torch.empty, torch.zeros):
             with pytest.raises(NotImplementedError, match=r"Could not run 'aten::empty"):

@@ -109,3 +109,33 @@ def test_copies_hold_as_many_elements() -> None:
         assert copies[1].dtype == torch.float16 and copies[-1].device.type == "cpu"
         with pytest.raises(RuntimeError, match="transposed dimensions must be sparse"):
             torch.eye(4, device="cuda").to_sparse(1).t()
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # by torch.optim.Adagrad
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.SparseAdam, torch.optim.Adagrad])
+def test_optimizers_step_by_sparse_gradients(optimizer: type[torch.optim.Optimizer]) -> None:
+    with VirtualGPU("RTX 4090") as gpu:
+        table = torch.nn.Embedding(100, 8, sparse=True).cuda()
+        stepping = optimizer(table.parameters(), lr=0.1)  # type: ignore[call-arg]
+        table(torch.zeros(3, dtype=torch.int64, device="cuda")).sum().backward()
+        stepping.step()
+        assert table.weight.grad is not None and table.weight.grad._nnz() == 3
+    assert not [one for one in gpu.run.warnings if one.code == "op-without-rule"]
+
+
+def test_a_sparse_tensor_is_added_to_a_dense_one_in_place() -> None:
+    """By flat positions, which a second sparse dimension has to be worked out for."""
+
+    def add(source: Tensor) -> None:
+        dense.add_(source)
+
+    with VirtualGPU("RTX 4090"):
+        dense = torch.zeros(1000, 2000, device="cuda")
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        source = sparse()
+        held = torch.cuda.memory_allocated() - before
+        add(source)
+        assert torch.cuda.memory_allocated() - before == held
+        flat = 8 * ELEMENTS + -8 * ELEMENTS % 512
+        assert torch.cuda.max_memory_allocated() - before - held == flat

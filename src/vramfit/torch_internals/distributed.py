@@ -42,7 +42,8 @@ store_at_address = _GROUPS.place("torch.distributed.rendezvous._create_c10d_stor
 
 LATER_NCCL = ("ProcessGroupNCCL2", "ProcessGroupNCCLLazy") if at_least(2, 14) else ()
 """Two more kinds of NCCL's groups, which ``init_process_group`` takes by name or by TORCH_DIST_USE_NCCL2; since 2.15
-"nccl" is the first (torch/distributed/distributed_c10d.py, ``_register_builtin_nccl_backend``). CPU builds have none."""
+"nccl" is the first (torch/distributed/distributed_c10d.py, ``_register_builtin_nccl_backend``). CPU builds have none.
+"""
 
 
 def make_fake_group(rank: int, size: int) -> Any:

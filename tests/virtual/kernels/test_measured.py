@@ -130,14 +130,15 @@ def test_context_grows_with_the_first_use_of_a_library() -> None:
     assert gpu.run.profile.date == "2026-01-02"
 
 
-@pytest.mark.usefixtures("kept_workspaces")
 def test_workspaces_and_dropout_states_are_as_measured() -> None:
+    kept = 5 << 20 if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 15) else 0  # 2.15 gives it back
     known = profile(workspace_bytes={"cublas": 5 << 20, "cudnn_dropout": 3 << 20})
     with VirtualGPU("H200", alloc_conf="", profile=known) as gpu:
         left = torch.empty(4, 4, device="cuda")
         _ = left @ left
         del left, _
-        assert torch.cuda.memory_allocated() == 5 << 20
+        assert torch.cuda.memory_allocated() == kept
+        assert torch.cuda.max_memory_allocated() >= 5 << 20
         layer = torch.nn.LSTM(4, 4, 2, dropout=0.5, device="cuda")
         before = torch.cuda.memory_allocated()
         with torch.no_grad():

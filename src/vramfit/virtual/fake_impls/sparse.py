@@ -48,6 +48,12 @@ def run(mode: OpRunner, call: OpCall) -> Any:
             return _COPYING[name](call)
         if name == "add" and not call.kwargs:
             return _sum(call.args[0], call.args[1])
+        if (
+            name == "add_"
+            and call.args[0].layout is torch.strided
+            and call.args[1].layout is torch.sparse_coo
+        ):
+            return _added(call.args[0], call.args[1])
         if name == "_sparse_softmax":
             source = call.args[0] if call.args[0].is_coalesced() else _coalesced(mode, call.args[0])
             return _with_values(source, torch.empty_like(source._values()))
@@ -174,6 +180,16 @@ def _sum(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     values = torch.cat([first._values(), second._values()])
     indices = torch.cat([first._indices(), second._indices()], 1)
     return _with_values(first, values, indices, distinct=False)
+
+
+def _added(dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:
+    """A dense tensor with a sparse one added to it (SparseCUDATensorMath.cu, ``add_out_dense_sparse_cuda``)."""
+    if sparse._nnz() and not sparse.is_coalesced():
+        places, dims = sparse._indices(), sparse.sparse_dim()
+        flat = places.squeeze(0) if dims == 1 else torch.zeros_like(places[0])  # by ``flatten_indices``
+        rows = dense.view(-1, *dense.shape[dims:])
+        rows.index_add_(0, flat, sparse._values().to(dense.dtype))
+    return dense
 
 
 def _masked(mode: OpRunner, source: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
