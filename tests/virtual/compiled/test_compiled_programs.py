@@ -269,3 +269,24 @@ def test_the_next_card_of_a_process_compiles_nothing_again(monkeypatch: pytest.M
     traced("H100 80GB SXM", 192)
     assert len(written) == 6, "other sizes and other cards are compiled for by themselves"
     assert CacheBase.get_system() == here, "torch's own cache knows nothing of cards that are gone"
+
+
+def test_constants_that_a_compiler_meets_lie_on_the_card(gpu: VirtualGPU) -> None:
+    """As decompositions of torch's own make them (torch/_inductor/decomposition.py: ``scalar_tensor``, since 2.14)."""
+    library = torch.library.Library("vramfit_constants", "DEF")
+    library.define("scaled(Tensor x) -> Tensor")
+
+    def scaled(x: Tensor) -> Tensor:
+        return x * torch.tensor(2.0, device=x.device) + torch.tensor([1.0, 2.0], device=x.device)
+
+    library.impl("scaled", scaled, "CompositeImplicitAutograd")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            out = torch.compile(lambda x: torch.ops.vramfit_constants.scaled(x))(
+                torch.ones(3, 2, device="cuda")
+            )
+    finally:
+        library._destroy()
+    assert (out.shape, out.device.type) == ((3, 2), "cuda")
+    assert [warned.code for warned in gpu.run.warnings] == ["compiled-estimate"]

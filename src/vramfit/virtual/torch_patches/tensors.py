@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -79,7 +80,11 @@ def _patch_lists(mode: OpRunner, patches: PatchStack) -> None:
     def tensor(
         data: Any, *args: Any, pin_memory: bool = False, requires_grad: bool = False, **kwargs: Any
     ) -> torch.Tensor:
-        made = original(real(data), *args, **kwargs)
+        device = kwargs.get("device")
+        if device is not None and _is_traced() and torch.device(device).type == "cuda":
+            made = _traced(original, data, *args, **kwargs)
+        else:
+            made = original(real(data), *args, **kwargs)
         if pin_memory:  # torch would ask the runtime for pages where it copies the data, below the dispatcher
             made = made.pin_memory()
         return made.requires_grad_() if requires_grad else made
@@ -105,6 +110,28 @@ def _patch_lists(mode: OpRunner, patches: PatchStack) -> None:
     patches.set(FakeTensor, "new_tensor", new_tensor)
     patches.set(FakeTensor, "__getitem__", get)
     patches.set(FakeTensor, "__setitem__", put)
+
+
+def _is_traced() -> bool:
+    """Whether a compiler writes down on this thread what is called."""
+    tracing = sys.modules.get("torch.fx.experimental.proxy_tensor")
+    return tracing is not None and tracing.get_proxy_mode() is not None
+
+
+def _traced(
+    make: Callable[..., torch.Tensor], data: Any, *, device: Any, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """A constant of a program that is compiled, on the card.
+
+    The tracer works out what follows from constants alone, for real (torch/fx/experimental/proxy_tensor.py,
+    ``proxy_call``): a copy of one to the card, where a card is. So it is given none to copy.
+    """
+    if isinstance(data, bool | int | float | complex):
+        return torch.full((), data, dtype=dtype, device=device)
+    on_host = make(data, dtype=dtype)
+    empty = torch.empty(on_host.shape, dtype=on_host.dtype, device=device)
+    filled: torch.Tensor = torch.ops.aten.copy.default(empty, on_host)
+    return filled
 
 
 def _index(mode: OpRunner, index: Any) -> Any:
