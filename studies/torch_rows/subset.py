@@ -77,12 +77,20 @@ def read(report: Path, seconds: float) -> Outcome:
     passed = skipped = 0
     failures: dict[str, str] = {}
     for case in ElementTree.parse(report).getroot().iter("testcase"):
-        name = f"{case.get('classname')}::{case.get('name')}"
+        name = "::".join(filter(None, (case.get("classname"), case.get("name"))))
         bad = [child for child in case if child.tag in ("failure", "error")]
         if bad:
-            failures[name] = " ".join((bad[0].get("message") or "").split())[:300]
+            failures[name] = _why(bad[0])
         elif case.find("skipped") is not None:
             skipped += 1
         else:
             passed += 1
     return Outcome(seconds=seconds, passed=passed, skipped=skipped, failures=failures)
+
+
+def _why(failure: ElementTree.Element) -> str:
+    """The message of a failure; of a file that could not be read, which has none, the line that says why."""
+    errors = [line[1:].strip() for line in (failure.text or "").splitlines() if line.startswith("E ")]
+    message = failure.get("message") or ""
+    told = errors[-1] if errors and message == "collection failure" else message
+    return " ".join(told.split())[:300]

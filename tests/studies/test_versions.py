@@ -158,12 +158,24 @@ def test_what_pytest_reports_is_read(tmp_path: Path) -> None:
         "def test_skipped(): pytest.skip('not here')\n",
         encoding="utf-8",
     )
+    (tmp_path / "test_other.py").write_text("import nowhere\n", encoding="utf-8")
     report = tmp_path / "report.xml"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", "."]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "--continue-on-collection-errors",
+        "-p",
+        "no:cacheprovider",
+        f"--junitxml={report}",
+        ".",
+    ]
     assert subprocess.run(command, cwd=tmp_path, capture_output=True, check=False).returncode == 1
     outcome = subset.read(report, 3.0)
     assert (outcome.passed, outcome.skipped, outcome.seconds, outcome.good) == (1, 1, 3.0, False)
-    assert outcome.failures.keys() == {"test_some::test_bad", "test_some::test_error"}
+    assert outcome.failures.keys() == {"test_other", "test_some::test_bad", "test_some::test_error"}
+    assert outcome.failures["test_other"] == "ModuleNotFoundError: No module named 'nowhere'"
     assert "assert 1 == 2" in outcome.failures["test_some::test_bad"]
     assert "no disk" in outcome.failures["test_some::test_error"]
 
