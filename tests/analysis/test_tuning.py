@@ -6,7 +6,6 @@ import pytest
 from analysis import fragmentation_cases as cases
 from vramfit.allocator import AllocatorConfig
 from vramfit.analysis import TrapKind, Tuning, tune
-from vramfit.analysis.allocator_tuning import variable_for
 from vramfit.analysis.trials import Sizes, first_candidates
 from vramfit.errors import ConfigError, UsageError
 from vramfit.trace import MemoryTrace, Rehearsal, TraceBuilder, read_any, replay
@@ -170,19 +169,6 @@ def test_worse_settings_are_broken_off_and_rank_last() -> None:
     assert worse.family == "given"
     assert 1.5 * tuning.baseline.peak_reserved < worse.peak_reserved < 2500 * 138 * MIB
     assert "grows to more than" in trap(tuning, TrapKind.MAX_SPLIT_EXPANDABLE)
-
-
-@pytest.mark.parametrize(
-    ("version", "variable"),
-    [
-        ((2, 6), "PYTORCH_CUDA_ALLOC_CONF"),
-        ((2, 9), "PYTORCH_CUDA_ALLOC_CONF"),
-        ((2, 11), "PYTORCH_ALLOC_CONF"),
-        ((2, 13), "PYTORCH_CUDA_ALLOC_CONF"),
-    ],
-)
-def test_the_variable_that_a_version_reads(version: tuple[int, int], variable: str) -> None:
-    assert variable_for(version) == variable
 
 
 def test_candidates_are_settings_that_torch_takes_each_once() -> None:

@@ -133,7 +133,8 @@ def test_an_older_card_is_served_by_an_older_build():
 
 def test_releases():
     assert release_for((2, 11), [(9, 0)]).cudnn == 91900
-    assert release_for((2, 13), [(9, 0)]) == release_for((2, 99), [(9, 0)])
+    assert release_for((2, 12), [(9, 0)]) == release_for((2, 13), [(9, 0)])
+    assert release_for((2, 15), [(9, 0)]) == release_for((2, 99), [(9, 0)])
     assert 87 in release_for((2, 13), [(8, 7)]).architectures
     assert 87 not in release_for((2, 13), [(8, 6)]).architectures
 

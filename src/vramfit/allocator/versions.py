@@ -1,4 +1,4 @@
-"""Where the allocators of torch 2.11, 2.12, 2.13 and newer differ, in one place.
+"""Where the allocators of torch 2.10, 2.11, 2.12, 2.13 and newer differ, in one place.
 
 Everything not named here is the same in all of them. The facts come from c10/core/AllocatorConfig.{h,cpp},
 c10/cuda/CUDAAllocatorConfig.{h,cpp}, c10/core/CachingDeviceAllocator.h and c10/cuda/CUDACachingAllocator.cpp.
@@ -15,16 +15,17 @@ TorchVersion = tuple[int, int]
 REFERENCE_VERSION: TorchVersion = (2, 13)
 """The version that vramfit is developed on."""
 
+ALLOC_CONF_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""Environment variables with allocator settings, the winning one first: the same in all releases.
+
+Source: ``CUDAAllocatorConfig::instance`` (c10/cuda/CUDAAllocatorConfig.h); tried on the wheels of 2.10 to 2.15, with an
+unknown setting in one variable or the other.
+"""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VersionRules:
     """What one torch version does that another does not."""
-
-    alloc_conf_variables: tuple[str, ...]
-    """Environment variables with allocator settings, the winning one first.
-
-    Until 2.11 the general name won, and the others gave a deprecation warning; 2.12 took that back.
-    """
 
     large_segment_size_option: bool
     """``large_segment_size_mb`` is a setting."""
@@ -59,11 +60,7 @@ def parse_torch_version(text: str) -> TorchVersion:
 
 def rules_for(version: TorchVersion) -> VersionRules:
     """The rules of a torch version; versions newer than known follow the newest known."""
-    order = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-    if version < (2, 12):
-        order = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
     return VersionRules(
-        alloc_conf_variables=order,
         large_segment_size_option=version >= (2, 11),
         throw_on_oom_option=version >= (2, 12),
         private_pool_stats=version >= (2, 13),
@@ -72,14 +69,13 @@ def rules_for(version: TorchVersion) -> VersionRules:
     )
 
 
-def alloc_conf_from_env(environ: Mapping[str, str], torch_version: TorchVersion = REFERENCE_VERSION) -> str:
+def alloc_conf_from_env(environ: Mapping[str, str]) -> str:
     """The allocator settings that torch takes from the environment; empty when none are set.
 
-    The first variable that exists decides alone, even when it is empty: settings are never merged. From
-    2.12 on ``PYTORCH_CUDA_ALLOC_CONF`` comes first, although a comment in the header says the reverse
-    (c10/core/AllocatorConfig.cpp, ``AcceleratorAllocatorConfig::instance``; tried on 2.13 and 2.14).
+    The first variable that exists decides alone, even when it is empty: settings are never merged. A comment in
+    c10/core/AllocatorConfig.h says that the general name goes first, and it does not.
     """
-    for name in rules_for(torch_version).alloc_conf_variables:
+    for name in ALLOC_CONF_VARIABLES:
         if name in environ:
             return environ[name]
     return ""

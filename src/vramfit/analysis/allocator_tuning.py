@@ -13,7 +13,7 @@ import numpy as np
 from vramfit.allocator import AllocatorConfig
 from vramfit.allocator.config import misread_numbers
 from vramfit.allocator.core import Rounding
-from vramfit.allocator.versions import TorchVersion, rules_for
+from vramfit.allocator.versions import ALLOC_CONF_VARIABLES, TorchVersion, rules_for
 from vramfit.analysis.trials import Progress, Trial, TrialSearch, finer_candidates, first_candidates, rank
 from vramfit.errors import ConfigError, UsageError
 from vramfit.trace import Capacity, CapacitySource, EventKind, MemoryTrace, Peaks, Rehearsal
@@ -311,7 +311,7 @@ def tune(
         devices=recordings,
         torch_version=version,
         version_known=bool(trace.meta.get("torch_version")),
-        variable=variable_for(version),
+        variable=ALLOC_CONF_VARIABLES[0],
         recorded_alloc_conf=rehearsals[0].config.to_string(),
         baseline=baseline,
         trials=trials,
@@ -320,15 +320,6 @@ def tune(
         events=len(trace),
         seconds=time.perf_counter() - began,
     )
-
-
-def variable_for(version: TorchVersion) -> str:
-    """The environment variable to set for a version of torch.
-
-    From 2.11 on it is the one that wins. Older ones read ``PYTORCH_CUDA_ALLOC_CONF``; 2.9 warns that it is old, but
-    passes over ``expandable_segments`` in the new one (pytorch/pytorch#183387).
-    """
-    return "PYTORCH_CUDA_ALLOC_CONF" if version < (2, 11) else rules_for(version).alloc_conf_variables[0]
 
 
 def _devices(trace: MemoryTrace, device: int | None) -> list[int]:

@@ -43,7 +43,8 @@ def install(meter: StorageMeter[Any], patches: PatchStack) -> None:
 
     def pipeline(_: ModuleType, patches: PatchStack) -> None:
         """What a stage receives from its neighbours lies where it was received until its backward pass is done."""
-        distributed.received_tensor.replace(patches, communicating(distributed.received_tensor.get()))
+        for place in distributed.received_tensors:
+            place.replace(patches, communicating(place.get()))
 
     changes = {"torch.distributed": reducer, "torch.nn.parallel.distributed": data_parallel}
     change_after_import(distributed.DDP, changes, patches)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from vramfit.allocator.versions import REFERENCE_VERSION, alloc_conf_from_env, parse_torch_version
+from vramfit.allocator.versions import alloc_conf_from_env
 from vramfit.doctor.facts import (
     RELEVANT,
     Container,
@@ -252,7 +252,7 @@ def _ask(question: Question, kind: type[Answer], timeout: float) -> tuple[Answer
     """The answer of a child, or None and how it failed in one line."""
     # Settings that torch refuses would end the child at once: they travel in the job, and are tried there.
     environ = {name: value for name, value in os.environ.items() if name not in _SETTINGS}
-    settings = alloc_conf_from_env(os.environ, _installed_torch())
+    settings = alloc_conf_from_env(os.environ)
     with tempfile.TemporaryDirectory(prefix="vramfit-") as folder:
         job = ProbeJob(folder=folder, question=question, settings=settings)
         command = python_command("vramfit.doctor.probe", str(job.write()))
@@ -273,12 +273,3 @@ def _how_it_died(code: int, stderr: str) -> str:
     if code < 0:
         return f"died of signal {signal.Signals(-code).name}{last}"
     return f"ended with exit code {code}{last}"
-
-
-def _installed_torch() -> tuple[int, int]:
-    from importlib import metadata
-
-    try:
-        return parse_torch_version(metadata.version("torch"))
-    except (metadata.PackageNotFoundError, ValueError):
-        return REFERENCE_VERSION

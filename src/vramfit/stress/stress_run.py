@@ -224,7 +224,7 @@ def stress(
         source=source,
         total=_total(found, gpu, budget, run),
         warnings=() if run is None else run.warnings,
-        alloc_conf=_conf(alloc_conf, found.torch_version),
+        alloc_conf=_conf(alloc_conf),
         seconds=time.perf_counter() - began,
     )
 
@@ -289,12 +289,10 @@ def _total(found: StressResult, gpu: GpuSpec | None, budget: int | None, run: Ru
     return budget or found.total_bytes
 
 
-def _conf(alloc_conf: str | None, torch_version: str) -> str:
-    from vramfit.allocator import alloc_conf_from_env, parse_torch_version
+def _conf(alloc_conf: str | None) -> str:
+    from vramfit.allocator import alloc_conf_from_env
 
-    if alloc_conf is not None:
-        return alloc_conf
-    return alloc_conf_from_env(os.environ, parse_torch_version(torch_version))
+    return alloc_conf_from_env(os.environ) if alloc_conf is None else alloc_conf
 
 
 def _report(

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 
 from vramfit.allocator import AllocatorConfig
-from vramfit.allocator.versions import parse_torch_version, rules_for
+from vramfit.allocator.versions import ALLOC_CONF_VARIABLES, parse_torch_version
 from vramfit.errors import ConfigError, UsageError
 from vramfit.techniques.core.attached_program import AttachedProgram, AttachStage
 from vramfit.techniques.core.model_profile import Profile
@@ -87,7 +87,7 @@ class AllocatorSettings(Technique[AllocatorSetting]):
         wanted = AllocatorConfig.parse(setting.conf, torch_version=version)
         if live.device.type != "cuda":
             return
-        variable = rules_for(version).alloc_conf_variables[0]
+        variable = ALLOC_CONF_VARIABLES[0]
         before = cuda_memory.settings()
         try:
             cuda_memory.set_settings(setting.conf)

@@ -40,7 +40,9 @@ store_at_address = _GROUPS.place("torch.distributed.rendezvous._create_c10d_stor
 """Makes the store of ``env://`` and ``tcp://``."""
 
 
-LATER_NCCL = ("ProcessGroupNCCL2", "ProcessGroupNCCLLazy") if at_least(2, 14) else ()
+LAZY_NCCL = "ProcessGroupNCCLLazy"
+"""Of "nccl-lazy": two ranks that send one another something have a communicator of their own, for batches too."""
+LATER_NCCL = ("ProcessGroupNCCL2", LAZY_NCCL) if at_least(2, 14) else ()
 """Two more kinds of NCCL's groups, which ``init_process_group`` takes by name or by TORCH_DIST_USE_NCCL2; since 2.15
 "nccl" is the first (torch/distributed/distributed_c10d.py, ``_register_builtin_nccl_backend``). CPU builds have none.
 """
@@ -131,7 +133,13 @@ FLAT_ACCUMULATE = "_accumulate_sharded_grad"
 
 STAGES = "torch.distributed.pipelining.stage"
 PIPE = "torch.distributed.pipelining._IR"
-received_tensor = PIPELINES.place(f"{STAGES}._make_tensor_from_meta")
+RECEIVING = (
+    STAGES,
+    # Since 2.15 a buffer is made when it is received into, and goes to who computes with it (``_RecvInfo``).
+    *(("torch.distributed.pipelining._recv_buffers",) if at_least(2, 15) else ()),
+)
+received_tensors = tuple(PIPELINES.place(f"{module}._make_tensor_from_meta") for module in RECEIVING)
+"""What stages receive into, in each module that makes it."""
 stage_base = PIPELINES.place(f"{STAGES}._PipelineStageBase")
 stage_move = PIPELINES.place(f"{STAGES}._PipelineStage._move_submod_to_device")
 stage_forward_vote = PIPELINES.place(f"{STAGES}.PipelineStage._warmup_forward_vote")

@@ -314,7 +314,7 @@ class Machine:
         if isinstance(conf, AllocatorConfig):
             return conf
         if conf is None:
-            conf = alloc_conf_from_env(os.environ, torch_version=self.torch_version)
+            conf = alloc_conf_from_env(os.environ)
         return AllocatorConfig.parse(conf, torch_version=self.torch_version)
 
     def set_config(self, config: AllocatorConfig) -> None:

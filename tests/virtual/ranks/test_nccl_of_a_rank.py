@@ -15,6 +15,7 @@ from vramfit.gpus.nccl.nccl_host_memory import process_host_memory
 from vramfit.gpus.nccl.nccl_memory import process_memory
 from vramfit.gpus.nccl.node_types import usual_node
 from vramfit.runtime.oom_forms import ShortOf, recognised
+from vramfit.torch_internals.releases import at_least
 from vramfit.units import format_bytes
 from vramfit.virtual.gpu import VirtualGPU
 
@@ -124,6 +125,7 @@ def taken_by_subgroup(*, bound: bool) -> tuple[int, list[bool]]:
         return before - torch.cuda.mem_get_info(3)[0], splits
 
 
+@pytest.mark.skipif(at_least(2, 15), reason="a group of NCCL is bound to a card by itself")
 def test_groups_of_a_world_that_is_bound_to_a_card_are_split_and_may_share(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -135,14 +137,23 @@ def test_groups_of_a_world_that_is_bound_to_a_card_are_split_and_may_share(
     assert taken_by_subgroup(bound=True)[0] < alone
 
 
-@pytest.mark.parametrize(
-    ("bound", "batched", "expected"), [(False, False, [2, 2]), (False, True, [8]), (True, False, [8])]
+@pytest.mark.skipif(
+    not at_least(2, 15), reason="a group of NCCL is bound to a card where the program says so"
 )
-def test_single_sends_and_receives_have_communicators_of_two(
-    bound: bool, batched: bool, expected: list[int]
+def test_groups_of_a_world_are_split_whether_the_program_names_a_card_or_not(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    alone, splits = taken_by_subgroup(bound=False)
+    assert splits == [False, True]
+    assert taken_by_subgroup(bound=True) == (alone, splits)
+    monkeypatch.setenv("NCCL_COMM_SPLIT_SHARE_RESOURCES", "1")
+    assert taken_by_subgroup(bound=False)[0] < alone
+
+
+def sent_and_received(backend: str, *, bound: bool, batched: bool) -> list[int]:
+    """How many ranks the communicators have that a few sends and receives take."""
     with VirtualGPU("H100", rank=3, world_size=8) as gpu:
-        dist.init_process_group("nccl", device_id=torch.device("cuda", 3) if bound else None)
+        dist.init_process_group(backend, device_id=torch.device("cuda", 3) if bound else None)
         values = torch.ones(ELEMENTS, device="cuda:3")
         ways = [(dist.isend, 4), (dist.irecv, 2), (dist.isend, 4), (dist.isend, 2)]
         if batched:
@@ -154,4 +165,21 @@ def test_single_sends_and_receives_have_communicators_of_two(
                 assert work is not None
                 work.wait()
         assert gpu.communicators is not None
-        assert [use.layout.ranks for use in gpu.communicators.log.uses()] == expected
+        return [use.layout.ranks for use in gpu.communicators.log.uses()]
+
+
+@pytest.mark.parametrize(
+    ("bound", "batched", "expected"), [(False, False, [2, 2]), (False, True, [8]), (True, False, [8])]
+)
+def test_single_sends_and_receives_have_communicators_of_two(
+    bound: bool, batched: bool, expected: list[int]
+) -> None:
+    if at_least(2, 15) and not batched:
+        expected = [8]  # a group of NCCL is bound to a card by itself
+    assert sent_and_received("nccl", bound=bound, batched=batched) == expected
+
+
+@pytest.mark.skipif(not at_least(2, 14), reason="there is no such backend yet")
+@pytest.mark.parametrize("batched", [False, True])
+def test_lazy_groups_have_communicators_of_two_for_batches_too(batched: bool) -> None:
+    assert sent_and_received("cuda:nccl-lazy", bound=False, batched=batched) == [2, 2]

@@ -7,7 +7,12 @@ from collections.abc import Iterator
 
 from vramfit.allocator import AllocatorConfig
 from vramfit.allocator.config import misread_numbers
-from vramfit.allocator.versions import REFERENCE_VERSION, TorchVersion, alloc_conf_from_env, rules_for
+from vramfit.allocator.versions import (
+    ALLOC_CONF_VARIABLES,
+    REFERENCE_VERSION,
+    TorchVersion,
+    alloc_conf_from_env,
+)
 from vramfit.doctor.facts import Check, Facts, Finding, FindingArea, Severity
 from vramfit.errors import ConfigError
 from vramfit.units import KIB, MIB, format_bytes
@@ -24,12 +29,12 @@ _NATIVE_ONLY = (
 def check_settings(facts: Facts) -> Iterator[Finding]:
     """The settings can be read, and say one thing."""
     version = _version(facts)
-    names = [name for name in rules_for(version).alloc_conf_variables if name in facts.environ]
+    names = [name for name in ALLOC_CONF_VARIABLES if name in facts.environ]
     if not names:
         yield FindingArea.ALLOCATOR.ok("alloc-conf", "no settings: the allocator's defaults")
         return
-    text = alloc_conf_from_env(facts.environ, version)
-    yield from _several(facts, names, version)
+    text = alloc_conf_from_env(facts.environ)
+    yield from _several(facts, names)
     try:
         config = AllocatorConfig.parse(text, torch_version=version)
     except ConfigError as error:
@@ -61,15 +66,14 @@ def check_settings(facts: Facts) -> Iterator[Finding]:
     )
 
 
-def _several(facts: Facts, names: list[str], version: TorchVersion) -> Iterator[Finding]:
+def _several(facts: Facts, names: list[str]) -> Iterator[Finding]:
     others = [name for name in names[1:] if facts.environ[name] != facts.environ[names[0]]]
     if others:
         ignored = " and ".join(f"{name}={facts.environ[name]}" for name in others)
         yield FindingArea.ALLOCATOR.warning(
             "alloc-conf-variables",
-            f"{names[0]} wins in torch {version[0]}.{version[1]}; {ignored} is ignored",
-            why="the first variable that is set decides alone, even when it is empty: settings are not merged, and "
-            "which one is first changed with torch 2.12",
+            f"{names[0]} wins; {ignored} is ignored",
+            why="the first variable that is set decides alone, even when it is empty: settings are not merged",
             fix=f"Keep one: put all settings into {names[0]} and unset the others",
         )
 

@@ -2,7 +2,9 @@
 
 NOTE [Communicators of two]: torch sends and receives single tensors on a communicator of the two ranks alone, with a
 stream of its own, made at the first of them; what is sent in a batch goes over that of the whole group, and so does all
-once the group is bound to a card (torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp: ``pointToPoint``).
+once the group is bound to a card (torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp: ``pointToPoint``). Since 2.15 that
+is each group of "nccl", and groups of "nccl-lazy", since 2.14, have communicators of two for batches as well
+(torch/distributed/distributed_c10d.py: ``_nccl2_device``, ``ProcessGroupNCCLLazy``).
 """
 
 from __future__ import annotations
@@ -85,6 +87,7 @@ class Communicators:
         self._meter = mode.meter
         self.place = place
         self.urgent: set[str] = set()
+        self.lazy: set[str] = set()
         self.split: set[str] = set()
         self.batches = 0
         self._known: dict[str, tuple[Any, Communicator]] = {}
@@ -175,7 +178,8 @@ class Communicators:
         See NOTE [Communicators of two].
         """
         known = self.of(group)
-        if self.batches or group.bound_device_id is not None:
+        whole = self.batches or group.bound_device_id is not None
+        if whole and group.group_name not in self.lazy:
             return known
         if (known.name, peer) not in self._pairs:
             ranks = tuple(sorted({known.ranks[known.rank], peer}))

@@ -209,6 +209,8 @@ def _patch_backends(
                 communicators.urgent.add(options.group_name)
             if _splits(options):
                 communicators.split.add(options.group_name)
+            if cls is others.get(internals.LAZY_NCCL):
+                communicators.lazy.add(options.group_name)
             return handles.make(cls, rank, size)
 
     class Gloo(ProcessGroupGloo):
@@ -216,7 +218,7 @@ def _patch_backends(
             # A timeout; from torch 2.14 on also whether the group may be configured anew.
             return handles.make(cls, rank, size)
 
-    others = {name: type(name, (Nccl,), {}) for name in internals.LATER_NCCL}
+    others: dict[str, type] = {name: type(name, (Nccl,), {}) for name in internals.LATER_NCCL}
     Nccl.__name__ = Nccl.__qualname__ = "ProcessGroupNCCL"
     Gloo.__name__ = Gloo.__qualname__ = "ProcessGroupGloo"
     Nccl.handles = Gloo.handles = handles

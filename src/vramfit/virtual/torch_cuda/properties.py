@@ -28,12 +28,15 @@ class TorchRelease:
     architectures: tuple[int, ...]
 
 
-# Requirements of the wheels on PyPI (Requires-Dist of torch 2.11.0, 2.12.0), torch._C._cuda_getArchFlags() of
-# 2.11.0+cu130, and PYTORCH_RELEASES_CODE_CC in torch/cuda/__init__.py. 2.13 names the versions of 2.12.
+# Requirements of the wheels on PyPI (Requires-Dist), and torch._C._cuda_getArchFlags() of each; 2.13 names the versions
+# of 2.12.
 _CU130 = (75, 80, 86, 90, 100, 120)
 _PYPI = {
+    (2, 10): TorchRelease(cuda="12.8", cudnn=91002, nccl=(2, 27, 5), architectures=(70, *_CU130)),
     (2, 11): TorchRelease(cuda="13.0", cudnn=91900, nccl=(2, 28, 9), architectures=_CU130),
     (2, 12): TorchRelease(cuda="13.0", cudnn=92000, nccl=(2, 29, 7), architectures=_CU130),
+    (2, 14): TorchRelease(cuda="13.0", cudnn=92400, nccl=(2, 30, 7), architectures=_CU130),
+    (2, 15): TorchRelease(cuda="13.2", cudnn=92600, nccl=(2, 30, 7), architectures=_CU130),
 }
 # CUDA 13 and cuDNN from 9.11 on no longer run on cards before Turing: such a card wants the wheel for CUDA 12.6.
 _OLDEST_OF_CUDA_13 = (7, 5)
