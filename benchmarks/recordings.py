@@ -37,6 +37,8 @@ ROOT = Path(__file__).parents[1]
 RECORDINGS = ROOT / "tests" / "data" / "traces"
 MODELS = Path(__file__).parent / "recordings_models"
 MIB = 1 << 20
+KEPT_WORKSPACES = {"TORCH_CUBLAS_WORKSPACE_CACHE": "1"}
+"""Workspaces of cuBLAS stay, as in the releases that were recorded: from torch 2.15 on they last for one operation."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,9 +156,10 @@ def run(session: Session, wanted: Sequence[str]) -> Iterator[Comparison]:
     """Run a session on the virtual GPU and compare its snapshots with the wanted recordings."""
     with tempfile.TemporaryDirectory(prefix="vramfit-") as folder:
         command = [str(MODELS / session.script), "--out", folder, *session.arguments]
-        outcome = run_in_child(
-            command, VirtualRun(gpu=find_gpu(session.card), alloc_conf="", through=[folder])
+        options = VirtualRun(
+            gpu=find_gpu(session.card), alloc_conf="", through=[folder], environ=KEPT_WORKSPACES
         )
+        outcome = run_in_child(command, options)
         if outcome.exit_code:
             raise SystemExit(f"{session.script} failed: {outcome.error}")
         for name, snapshot in session.snapshots.items():

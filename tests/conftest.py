@@ -93,3 +93,9 @@ def interruptible() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def kept_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workspaces of cuBLAS stay, as until torch 2.14 by themselves: NOTE [Workspaces] in virtual/kernels/matmul.py."""
+    monkeypatch.setenv("TORCH_CUBLAS_WORKSPACE_CACHE", "1")

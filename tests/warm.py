@@ -54,6 +54,7 @@ _READ_AT_START = ("PYTHON", "LD_", "OMP_", "MKL_", "OPENBLAS_", "TORCH", "PYTORC
 _READ_LATER = frozenset(
     {
         "TORCHINDUCTOR_CACHE_DIR",
+        "TORCH_CUBLAS_WORKSPACE_CACHE",  # by vramfit's rules, for there is no card
         "PYTORCH_ALLOC_CONF",
         "PYTORCH_CUDA_ALLOC_CONF",
         "PYTORCH_NVML_BASED_CUDA_CHECK",  # accelerate and Lightning set it when they are imported

@@ -19,7 +19,7 @@ from vramfit.virtual import kernels
 from vramfit.virtual.gpu import VirtualGPU
 from vramfit.virtual.op_call import OpCall
 
-pytestmark = pytest.mark.torch_versions
+pytestmark = [pytest.mark.torch_versions, pytest.mark.usefixtures("kept_workspaces")]
 
 aten = torch.ops.aten
 

@@ -20,7 +20,7 @@ from vramfit.inference.row_deferral import RowChunks, row_chunks
 from vramfit.inference.row_deferral.deferred_rows import DeferredRows
 from vramfit.virtual.gpu import VirtualGPU
 
-pytestmark = pytest.mark.torch_versions
+pytestmark = [pytest.mark.torch_versions, pytest.mark.usefixtures("kept_workspaces")]
 
 LENGTH, HEADS, SIZE = 96, 4, 16
 SCORES = 2 * HEADS * LENGTH * LENGTH * 4

@@ -23,7 +23,7 @@ from vramfit.techniques.chunked_loss.operations import defer
 from vramfit.techniques.core.surround import release, surround
 from vramfit.virtual.gpu import VirtualGPU
 
-pytestmark = pytest.mark.torch_versions
+pytestmark = [pytest.mark.torch_versions, pytest.mark.usefixtures("kept_workspaces")]
 
 ROWS, LENGTH, WIDTH, WORDS = 4, 5, 8, 33
 

@@ -34,7 +34,7 @@ from vramfit.techniques.parameter_offload import depot as depots
 from vramfit.virtual.gpu import VirtualGPU
 from vramfit.workload import Workload
 
-pytestmark = pytest.mark.torch_versions
+pytestmark = [pytest.mark.torch_versions, pytest.mark.usefixtures("kept_workspaces")]
 
 TOYS = all_toys()
 # Blocks of each kind of model, by name where none repeat.

@@ -42,9 +42,3 @@ def gpu() -> Iterator[VirtualGPU]:
     """One virtual RTX 4090 with nothing but 256 MiB of context on it, whatever the environment says."""
     with VirtualGPU("RTX 4090", alloc_conf="", context_bytes=256 << 20) as active:
         yield active
-
-
-@pytest.fixture
-def kept_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workspaces of cuBLAS stay, as until torch 2.14 by themselves. See NOTE [Workspaces] in kernels/matmul.py."""
-    monkeypatch.setenv("TORCH_CUBLAS_WORKSPACE_CACHE", "1")
