@@ -45,6 +45,7 @@ __all__ = [
     "async_compile",
     "compile_fx",
     "compile_graph_inner",
+    "compile_under_modes",
     "convert_frame",
     "eval_frame",
     "flex_attention",
@@ -75,6 +76,18 @@ skipped_folders: list[str] = trace_rules.SKIP_DIRS
 def make_skip_list_anew() -> None:
     """Let Dynamo see what was changed in `skipped_folders`."""
     trace_rules._recompile_re()
+
+
+def compile_under_modes() -> None:
+    """Let Dynamo look at frames under a dispatch mode that was entered before it was told to ignore such frames.
+
+    Whether one is active is kept when modes are entered, and put back by them when they are left
+    (torch/utils/_python_dispatch.py); torch 2.10 goes by that alone.
+    """
+    flag = _FEATURE.place("torch.utils._python_dispatch._is_in_any_mode_without_ignore_compile_internals")
+    if flag.exists and flag.get():
+        setattr(flag.holder, flag.name, False)
+        _FEATURE.find("torch._C._dynamo.guards.set_is_in_mode_without_ignore_compile_internals")(False)
 
 
 def reset() -> None:

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch._subclasses.fake_tensor import UnsupportedOperatorException as UnsupportedOperatorException
 
 from vramfit.torch_internals.names import Feature
+from vramfit.torch_internals.releases import at_least
 
 _FEATURE = Feature("carrying tensors without values")
 
@@ -24,7 +25,10 @@ has_meta: Any = _FEATURE.find("torch._subclasses.fake_impls.has_meta")
 in_kernel_invocation_manager: Any = _FEATURE.find(
     "torch._subclasses.fake_tensor.in_kernel_invocation_manager"
 )
-is_non_overlapping_and_dense: Any = _FEATURE.find("torch._prims_common.is_non_overlapping_and_dense_or_false")
+# Until 2.10 without the second half of its name, which is another function since.
+is_non_overlapping_and_dense: Any = _FEATURE.find(
+    "torch._prims_common.is_non_overlapping_and_dense" + ("_or_false" if at_least(2, 11) else "")
+)
 meta_table: Any = _FEATURE.find("torch._decomp.meta_table")
 only_lifts_cpu_tensors: Any = _FEATURE.find("torch._C._only_lift_cpu_tensors")
 op_implementations_checks: Any = _FEATURE.find("torch._subclasses.fake_impls.op_implementations_checks")

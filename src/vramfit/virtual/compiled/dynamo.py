@@ -63,6 +63,7 @@ def install(mode: OpRunner, outside: Outside, patches: PatchStack) -> None:
     _patch_flex_attention(mode, outside, patches)
     # The mode is for the run, not for the compiler: a compiled program may run under it.
     patches.set(type(mode), "ignore_compile_internals", classmethod(lambda cls: True))
+    compiler.compile_under_modes()
     patches.call(compiler.reset)  # what was compiled for virtual tensors fits no others
     compiler.skipped_folders.extend(_OURS)
     compiler.make_skip_list_anew()

@@ -175,6 +175,7 @@ class GraphPlayer:
             "alloc_from_pool": self.from_pool,
             **dict.fromkeys(_CHECKS, _nothing),
             "copy_if_misaligned": self.aligned,
+            "copy_misaligned": self.aligned,  # its name in 2.12
         }
 
     def empty_strided(self, size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
