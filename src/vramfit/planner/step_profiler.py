@@ -13,6 +13,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import groupby
 from typing import Any, Protocol, TypeAlias
 
@@ -26,7 +27,11 @@ from vramfit.techniques import BlockOp, ModelBlock
 from vramfit.techniques.activation_checkpointing.op_facts import repeats
 from vramfit.techniques.core.model_profile import ALWAYS, Saved
 from vramfit.techniques.support.blocks import find_blocks
-from vramfit.torch_internals.autograd_engine import current_autograd_node, sequence_number
+from vramfit.torch_internals.autograd_engine import (
+    current_autograd_node,
+    leave_checkpoints_alone,
+    sequence_number,
+)
 from vramfit.torch_internals.dispatch import TorchDispatchMode
 
 BETWEEN = -1
@@ -193,7 +198,9 @@ class StepProfiler(TorchDispatchMode):
             for seen in self._blocks.values():
                 for handle in self._hook(seen):
                     stack.callback(handle.remove)
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack))
+            pack = partial(self._pack)
+            leave_checkpoints_alone(pack)
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, self._unpack))
             self._first = self._meter.boundaries
             self._began = self._now()
             self._meter.boundary()

@@ -46,3 +46,16 @@ def save_past_hooks(caching: Any) -> None:
     """
     if hasattr(caching, "respect_saved_tensors_hooks"):
         caching.respect_saved_tensors_hooks = False
+
+
+def leave_checkpoints_alone(pack: Any, outside: Any = None) -> None:
+    """Let selective checkpoints inside of hooks of saved tensors see those around them instead.
+
+    Since 2.14 a checkpoint of the program's that keeps results looks for hooks through which they might go, and warns
+    its user of any (torch/utils/checkpoint.py, ``_current_user_saved_tensors_hooks``). It takes ours for the user's.
+
+    Args:
+        pack: the function that packs, of our pair.
+        outside: the pair around ours, None without.
+    """
+    pack._checkpoint_internal, pack._user_hooks = True, outside

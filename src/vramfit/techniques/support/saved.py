@@ -20,6 +20,7 @@ from vramfit.torch_internals.autograd_engine import (
     CachedTorchDispatchMode,
     CachingTorchDispatchMode,
     current_graph_task_id,
+    leave_checkpoints_alone,
     top_saved_tensors_hooks,
 )
 from vramfit.torch_internals.dispatch import (
@@ -91,6 +92,7 @@ def packing(take: Callable[[torch.Tensor], Packed | None]) -> saved_tensors_hook
     def unpack(packed: Packed) -> torch.Tensor:
         return packed.unpack()
 
+    leave_checkpoints_alone(pack, outside)
     return saved_tensors_hooks(pack, unpack)
 
 
