@@ -19,6 +19,7 @@ from vramfit.torch_internals import real_tensors
 from vramfit.torch_internals.cuda_device import has_cuda as CUDA_BUILD
 from vramfit.virtual.gpu import VirtualGPU
 from vramfit.virtual.torch_cuda.rng import VirtualGenerator
+from vramfit.virtual.torch_patches import card_routes
 
 C: Any = torch._C
 PROGRAM = Path(driver_calls.__file__)
@@ -119,6 +120,16 @@ def test_stand_ins_have_all_that_the_classes_of_c_have() -> None:
         assert before[name] - after[name] <= {"_pybind11_conduit_v1_"}, name
     inherited = {name for name in generator if name.startswith("__")} | {"_cdata"}
     assert generator - vars(VirtualGenerator).keys() <= inherited
+
+
+@OF_CUDA_BUILDS
+def test_ops_that_a_cpu_build_takes_apart_are_known() -> None:
+    """A kernel for CUDA wins over a composite one: both builds are to give the mode the same ops."""
+    composite, cuda = (
+        set(C._dispatch_get_registrations_for_dispatch_key(key))
+        for key in ("CompositeImplicitAutograd", "CUDA")
+    )
+    assert composite & cuda <= {f"aten::{name}" for name in card_routes._WHOLE_ON_CARD}
 
 
 # -- real tensors --------------------------------------------------------------------------------------------------

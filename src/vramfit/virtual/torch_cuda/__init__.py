@@ -1,8 +1,8 @@
 """``torch.cuda`` as a program finds it on the virtual GPU; `install` puts it in place.
 
-Not covered: pluggable allocators (a warning says so), ``torch.cuda.gds``, green contexts, jiterator,
-``torch.accelerator.Graph``, ``can_use_flash_attention`` and its kin, ``torch.profiler``'s CUDA activities, NCCL calls
-of ``torch.cuda.nccl``, and pynvml itself.
+Not covered: pluggable allocators (a warning says so), ``torch.accelerator.Graph``, ``torch.profiler``'s CUDA
+activities, what refused.py refuses by name, and packages beside torch that ask the driver themselves (pynvml,
+cuda.bindings).
 """
 
 from vramfit.virtual.torch_cuda.base import installed_machine as installed_machine
