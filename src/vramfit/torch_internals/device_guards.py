@@ -5,6 +5,10 @@ Autograd and ``x.cuda()`` look for the guard of a device type in ``c10::impl::de
 brings one that only remembers a number for each thread (``FakeGuardImpl``, c10/core/impl/FakeGuardImpl.h, since 2.10),
 which ``torch._C._ensureCUDADeviceGuardSet()`` puts there, but only in place of one whose ``deviceCount()`` is 0. So we
 register, for a moment, a dummy whose every method returns 0, and let torch replace it.
+
+Until 2.11 that guard belongs to the thread that asked for it: its object goes with the thread, and with the next time
+that torch makes one there (c10/core/impl/DeviceGuardImplInterface.cpp, ``tls_fake_device_guard``; pytorch#178950 mends
+it). What it remembers is apart from it, so a copy of it that is kept for ever serves all threads.
 """
 
 from __future__ import annotations
@@ -50,16 +54,10 @@ def install() -> Undo:
     global _guard
     registry = (ctypes.c_void_p * (_CUDA + 1)).in_dll(library("c10"), _REGISTRY)
     entry = ctypes.c_void_p.from_buffer(registry, _CUDA * WORD)
-    dummy = ctypes.addressof(_dummy()[0])
-    put_back = put(entry, dummy)
-    try:
-        torch._C._ensureCUDADeviceGuardSet()
-        if entry.value is None or entry.value == dummy:
-            raise ValueError("torch did not replace the dummy device guard")
-        _guard = _methods(entry.value)
-    except BaseException:
-        put_back()
-        raise
+    kept = _kept or _copied(entry)
+    guard = _methods(ctypes.addressof(kept[0]))
+    put_back = put(entry, guard.address)
+    _guard = guard
 
     def undo() -> None:
         global _guard
@@ -67,6 +65,23 @@ def install() -> Undo:
         put_back()
 
     return undo
+
+
+_kept: list[Any] = []  # the copy of torch's no-op guard, once there is one: C++ keeps pointers to it
+
+
+def _copied(entry: ctypes.c_void_p) -> list[Any]:
+    """Let torch make its no-op guard, and copy it: all that it holds is the pointer to its virtual table."""
+    dummy = ctypes.addressof(_dummy()[0])
+    put_back = put(entry, dummy)
+    try:
+        torch._C._ensureCUDADeviceGuardSet()
+        if entry.value is None or entry.value == dummy:
+            raise ValueError("torch did not replace the dummy device guard")
+        _kept.append(ctypes.c_void_p(pointer_at(entry.value)))
+    finally:
+        put_back()
+    return _kept
 
 
 @functools.cache
