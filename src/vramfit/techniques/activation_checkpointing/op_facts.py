@@ -290,6 +290,7 @@ class _Policy:
         self._kept: dict[int, _Kept] = {}
         self._calls: Counter[str] = Counter()
         self._state: RandomState | None = None
+        self._coming: str | None = None  # the op whose result is to be kept
         self._decided: defaultdict[Any, deque[CheckpointPolicy]] = defaultdict(deque)
 
     def pass_by(self, op: Any) -> None:
@@ -325,7 +326,7 @@ class _Policy:
             self._refuse_if_read(facts.name, changed)
             wanted = bool(changed)
         elif wanted:
-            self._keep(facts.name, context.op_output)
+            self._coming = facts.name
         if not facts.is_view:
             for kept in self._touched((args, kwargs)):
                 kept.read = kept.read or kept not in changed
@@ -335,7 +336,11 @@ class _Policy:
         self._decided[op].append(policy)
         return policy
 
-    def _keep(self, name: str, output: Any) -> None:
+    def made(self, output: Any) -> None:
+        """An op that is kept has a result: torch asks about it before, until 2.11, or after it has run."""
+        if self._coming is None:
+            return
+        name, self._coming = self._coming, None
         for tensor in tensors_in(output):
             storage = tensor.untyped_storage()._cdata
             if storage not in self._kept:
@@ -395,6 +400,8 @@ class _Delegate(TorchDispatchMode):
                 self._policy.pass_by(func)
             return func(*args, **(kwargs or {}))
         out = self._mode.__torch_dispatch__(func, types, args, kwargs)
+        if not self._again:
+            self._policy.made(out)
         if self._again and self._policy.random and op_facts(func).draws:
             name = op_facts(func).name
             state = self._policy.random.get(name, {}).get(self._calls[name])
