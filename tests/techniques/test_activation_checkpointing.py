@@ -195,6 +195,7 @@ class Noisy(nn.Module):
         return x.cos()
 
 
+@pytest.mark.torch_versions
 def test_a_kept_draw_leaves_the_later_ones_as_they_were() -> None:
     model = nn.Sequential(Noisy())
     x = numbers(8, 16)
@@ -346,7 +347,8 @@ def test_hooks_around_it_see_the_inputs_of_blocks(setting: Checkpointing) -> Non
     torch.manual_seed(3)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda index: seen[index]):
         out = model(x)
-    assert len(seen) == (3 if setting is WHOLE else 1)
+    # Until 2.11 torch saves a tensor without elements beside each region's inputs.
+    assert sum(tensor.numel() > 0 for tensor in seen) == (3 if setting is WHOLE else 1)
     model.zero_grad()
     out.square().sum().backward()
     assert_equal([p.grad for p in model.parameters() if p.grad is not None], expected)

@@ -291,6 +291,7 @@ class _Policy:
         self._calls: Counter[str] = Counter()
         self._state: RandomState | None = None
         self._coming: str | None = None  # the op whose result is to be kept
+        self._drawing: tuple[str, Any, bool] | None = None  # the op that draws, its arguments, and whether it is kept
         self._decided: defaultdict[Any, deque[CheckpointPolicy]] = defaultdict(deque)
 
     def pass_by(self, op: Any) -> None:
@@ -330,17 +331,22 @@ class _Policy:
         if not facts.is_view:
             for kept in self._touched((args, kwargs)):
                 kept.read = kept.read or kept not in changed
-        if facts.draws:
-            self._remember_state(facts.name, args, kept=wanted)
+        self._drawing = (facts.name, args, wanted) if facts.draws else None
         policy = CheckpointPolicy.MUST_SAVE if wanted else CheckpointPolicy.MUST_RECOMPUTE
         self._decided[op].append(policy)
         return policy
 
     def made(self, output: Any) -> None:
-        """An op that is kept has a result: torch asks about it before, until 2.11, or after it has run."""
-        if self._coming is None:
-            return
-        name, self._coming = self._coming, None
+        """An op has run: until 2.11 torch asks about it before, since 2.12 afterwards."""
+        if self._drawing is not None:
+            name, args, kept = self._drawing
+            self._drawing = None
+            self._remember_state(name, args, kept=kept)
+        if self._coming is not None:
+            name, self._coming = self._coming, None
+            self._keep(name, output)
+
+    def _keep(self, name: str, output: Any) -> None:
         for tensor in tensors_in(output):
             storage = tensor.untyped_storage()._cdata
             if storage not in self._kept:
