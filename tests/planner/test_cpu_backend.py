@@ -154,7 +154,7 @@ def test_bytes_are_those_of_a_program_that_nobody_watches() -> None:
         loss=lambda model, batch: model(batch),
     )
     price = CpuBackend().step_cost(workload, {"batch_size": 2})
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         state = workload.start("cpu")
         for _ in range(2):
             workload.run_step(state, {"batch_size": 2})
@@ -188,7 +188,7 @@ def test_what_earlier_runs_left_in_cycles_is_not_missing() -> None:
     gc.disable()  # but for where it is asked for
     try:
         # Torch reports that memory is freed if it was allocated under a profiler, be it an earlier one.
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True):
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True):
             Left()
         after = device.step_cost(workload, {"batch_size": 4096})
     finally:

@@ -27,7 +27,7 @@ def counts(fit_interpreter: None) -> None:
 
 def peak(step: Callable[[], object]) -> int:
     """The most bytes that a step holds beyond what was there."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         step()
     events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
     held = highest = 0

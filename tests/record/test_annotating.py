@@ -135,7 +135,7 @@ def test_results_are_the_same_with_ranges(calls: list[str]) -> None:
 def test_ranges_of_torch_profiler() -> None:
     model = Net()
     with (
-        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile,
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile,
         vramfit.annotate(model, nvtx=False, profiler=True),
     ):
         train(model, 1)

@@ -140,7 +140,7 @@ def test_the_chrome_trace(
 
 
 def test_the_profiler_itself_exports_once(tmp_path: Path) -> None:
-    with vramfit.track(device="cpu") as tracked, profile(profile_memory=True) as profiled:
+    with vramfit.track(device="cpu") as tracked, profile(profile_memory=True, acc_events=True) as profiled:
         torch.ones(1000).sum()
     joined = join_profile(profiled, tracked.trace)
     joined.write_chrome_trace(profiled, tmp_path / "one.json")

@@ -93,7 +93,7 @@ def test_the_peak_is_read_from_the_profiler() -> None:
     from random_budgets.trial import _STEP, _peaks
     from torch.profiler import ProfilerActivity, profile, record_function
 
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         held = torch.empty(1000, dtype=torch.uint8)
         for size in (3000, 2000):
             with record_function(_STEP):

@@ -224,7 +224,7 @@ class Chain(nn.Module):
 
 def highest(model: nn.Module, x: torch.Tensor) -> int:
     """The most bytes that a step holds beyond what there was before, by torch's profiler."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         model(x).sum().backward()
     held = most = 0
     for event in sorted(profiler.profiler.kineto_results.events(), key=lambda one: one.start_ns()):

@@ -80,6 +80,7 @@ OF_CUDA = re.compile(
 LEFT = {
     "_CUDAPluggableAllocator|_cuda_CUDAAllocator(_AllocatorState)?": "classes, whose objects none of ours takes",
     "_CUuuid": "a class of bytes",
+    "_cuda_(busy_wait_for|clear)_flag": "of 2.10 alone: kernels that wait, for torch's own tests",
     "_(Static|Fast)CudaLauncher": "launch the compiler's kernels, which the virtual card does not load",
     "_acceleratorGraph": "says by itself that there is none for cuda",
     "_construct_CUDA_Tensor_From_Storage_And_Metadata": "lays a tensor over a storage that is there",

@@ -177,6 +177,7 @@ CUDA_DIFFERS = {
     "fft.rfftn": "cuFFT orders the dimensions in its own way",
     "fft.irfftn": "cuFFT orders the dimensions in its own way",
     "nn.functional.scaled_dot_product_attention": "results of a card's kernels are laid out by length first",
+    "index_copy": "until 2.11 the stride of a gradient of one element",
     "linalg.eig": "the CPU's LAPACK gives column-major vectors",
     "ormqr": "a column-major gradient is copied row by row on the CPU",
     "svd_lowrank": "cuSOLVER's order of V",

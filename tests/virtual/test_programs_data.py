@@ -80,12 +80,17 @@ def test_loops_on_the_host_end_by_their_own_values(gpu: VirtualGPU) -> None:
 # -- data loading --------------------------------------------------------------------------------------------------
 
 
+OF_2_10 = pytest.mark.filterwarnings("ignore:.*argument .device. of Tensor.pin_memory:DeprecationWarning")
+"""Its own loader passes what it warns of."""
+
+
 def numbered(count: int = 64) -> TensorDataset:
     index = torch.arange(count)
     return TensorDataset(index.float().view(-1, 1).repeat(1, 8), index % 10)
 
 
 @FORKS
+@OF_2_10
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("pinned", [False, True])
 def test_a_data_loader_gives_every_sample_once_with_its_values(
@@ -106,6 +111,7 @@ def test_a_data_loader_gives_every_sample_once_with_its_values(
 
 
 @FORKS
+@OF_2_10
 def test_workers_prefetch_after_a_backward_pass(gpu: VirtualGPU) -> None:
     model = nn.Linear(8, 10).cuda()
     loader = DataLoader(numbered(32), batch_size=8, num_workers=1, pin_memory=True, persistent_workers=True)

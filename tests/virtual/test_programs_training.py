@@ -86,10 +86,15 @@ def test_every_optimizer_steps_and_keeps_its_state_on_the_card(gpu: VirtualGPU, 
         except (TypeError, RuntimeError):  # this optimizer knows no such variant
             assert variant, "plain construction must work"
             continue
-        for _ in range(2):
-            optimizer.zero_grad()
-            layer(torch.randn(4, 128, device="cuda")).pow(2).mean().backward()
-            optimizer.step()
+        try:
+            for _ in range(2):
+                optimizer.zero_grad()
+                layer(torch.randn(4, 128, device="cuda")).pow(2).mean().backward()
+                optimizer.step()
+        except RuntimeError as error:  # until 2.11 Adagrad says so at its first step
+            if "fused=True` requires" not in str(error):
+                raise
+            continue
         states = [v for v in optimizer.state[layer.weight].values() if isinstance(v, Tensor) and v.dim()]
         same = [v for v in states if v.shape == layer.weight.shape]
         assert len(same) == copies, variant

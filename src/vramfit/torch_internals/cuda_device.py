@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import torch
@@ -125,5 +126,8 @@ def stand_in_for_cudnn(patches: PatchStack, module: Any, version: int) -> Any:
     patches.set(front.m, "_cudnn", module)
     patches.set(front.m, "_init", lambda: True)
     patches.set(front.m, CUDNN_VERSION, version)
-    patches.set(getattr(front.rnn, "m", front.rnn), "_cudnn", module)
+    recurrent: Any = importlib.import_module(
+        "torch.backends.cudnn.rnn"
+    )  # until then `front.rnn` is a setting on 2.10
+    patches.set(getattr(recurrent, "m", recurrent), "_cudnn", module)
     return front

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, cast
@@ -43,6 +44,19 @@ _DEVICE = "_fake_device" if isinstance(getattr(FakeTensor, "fake_device", None),
 
 device_of: Callable[[FakeTensor], torch.device] = attrgetter(_DEVICE)
 """The device that a fake tensor is said to be on, without a call of Python's: asked some ten times per operation."""
+
+
+def devices_apart(error: RuntimeError) -> str | None:
+    """The error of torch's kernels about tensors of two devices, where it is that of a fake mode before 2.13."""
+    found = re.search(
+        r"FakeTensor Device Propagation .* found two different devices (\S+), (\S+)", str(error)
+    )
+    if found is None:
+        return None
+    one, other = found.groups()
+    return (
+        f"Expected all tensors to be on the same device, but found at least two devices, {one} and {other}!"
+    )
 
 
 def takes_symbols(func: OpOverload) -> bool:

@@ -28,6 +28,7 @@ from vramfit.torch_internals import cuda_device
 from vramfit.torch_internals.autograd_engine import current_graph_task_id
 from vramfit.torch_internals.dispatch import DispatchKey, OpOverload
 from vramfit.torch_internals.fake_tensors import FakeTensor, device_of
+from vramfit.torch_internals.pytree import tree_leaves
 from vramfit.trace import Category, TraceBuilder
 from vramfit.virtual.checks import check_arguments
 from vramfit.virtual.describe import DynamicSizes, SparseOperation, key_of
@@ -106,7 +107,8 @@ class VirtualMode(OpRunner):
             if _has_wrapper(types):
                 return NotImplemented  # it takes itself apart and comes back
         if not isinstance(func, OpOverload):
-            return self._higher_order(func, args, kwargs, on_card=fake or on_card)
+            nested = on_card or any(type(leaf) is FakeTensor for leaf in tree_leaves((args, kwargs)))
+            return self._higher_order(func, args, kwargs, on_card=nested)
         if not (fake or on_card):
             return self._on_host(func, args, kwargs)
         info = self.ops[func]

@@ -20,6 +20,7 @@ from vramfit.torch_internals.fake_tensors import (
     DynamicOutputShapeException,
     FakeTensor,
     UnsupportedOperatorException,
+    devices_apart,
 )
 from vramfit.trace import Category
 from vramfit.virtual import kernels, roofline
@@ -221,6 +222,10 @@ class OpRunner(TorchDispatchMode):
             )
             self.machine.warn("op-without-rule", message)
             raise NotImplementedError(f"vramfit: {message}") from error
+        except RuntimeError as error:
+            if (told := devices_apart(error)) is not None:
+                raise RuntimeError(told) from None
+            raise
         except ValueError as error:
             # torch's descriptions in Python find some misuse that its C++ reports as RuntimeError.
             raise RuntimeError(str(error)) from None

@@ -151,13 +151,13 @@ def test_what_stages_of_a_pipeline_receive_into(gpu: VirtualGPU) -> None:
     card, batch = torch.device("cuda", CARD), (4, 300)
     example = torch.empty(batch, device="meta", requires_grad=True)
     stage = PipelineStage(layers(2, 300).to(card), RANK, WORLD, card, input_args=example, output_args=example)
-    found = fullest(gpu, ScheduleGPipe(stage, 4, loss_fn=nn.functional.mse_loss).step)
-    # Activations of four micro-batches from the stage before, and their gradients from the one behind; since 2.15 each
-    # is received into when it comes and gone with who computed with it.
+    found = fullest(gpu, ScheduleGPipe(stage, WORLD, loss_fn=nn.functional.mse_loss).step)
+    # Activations of eight micro-batches (2.10 wants one for each stage) from the stage before, and their gradients from
+    # the one behind; since 2.15 each is received into when it comes and gone with who computed with it.
     one = rounded(4 * 300 * 4)
-    assert shared_out(held(gpu)) == ((0, 0, 0) if at_least(2, 15) else (2 * 4 * one, 0, 0))
+    assert shared_out(held(gpu)) == ((0, 0, 0) if at_least(2, 15) else (2 * WORLD * one, 0, 0))
     if at_least(2, 15):
-        assert found[BUFFERS] == 4 * one
+        assert found[BUFFERS] == WORLD * one
     assert gpu.trace.meta[PIPELINE_STAGES] == f"{RANK}/{WORLD}"
 
 

@@ -174,7 +174,8 @@ def _run(
     measure_counts()
     gc.collect()  # what earlier runs left in cycles, freed during this one, would be missing in its bytes
     with ExitStack() as stack:
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        # There is one cycle; until 2.11 torch warns that others would be dropped.
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
             state = workload.start("cpu")
             if (live := live_of(state)) is not None:
                 stack.callback(

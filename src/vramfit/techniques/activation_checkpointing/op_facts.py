@@ -291,7 +291,9 @@ class _Policy:
         self._calls: Counter[str] = Counter()
         self._state: RandomState | None = None
         self._coming: str | None = None  # the op whose result is to be kept
-        self._drawing: tuple[str, Any, bool] | None = None  # the op that draws, its arguments, and whether it is kept
+        self._drawing: tuple[str, Any, bool] | None = (
+            None  # the op that draws, its arguments, and whether it is kept
+        )
         self._decided: defaultdict[Any, deque[CheckpointPolicy]] = defaultdict(deque)
 
     def pass_by(self, op: Any) -> None:

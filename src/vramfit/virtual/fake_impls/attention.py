@@ -51,7 +51,7 @@ def packed_attention(mode: OpRunner, call: OpCall) -> Any:
             0.0,
             given["is_causal"],
             False,
-            scale=given["scale"],
+            scale=given.get("scale"),  # 2.10 takes neither this nor a window
             window_size_left=left,
             window_size_right=right,
             **{name: given[name] for name in ("seqused_k", "block_table", "num_splits") if name in given},
@@ -65,7 +65,7 @@ def packed_attention_backward(mode: OpRunner, call: OpCall) -> Any:
     """Its gradients."""
     first = ("grad_out", "query", "key", "value", "out", "lse", "cu_seq_q", "cu_seq_k", "max_q", "max_k")
     given = call.by_name()
-    left, right = given["window_size"] or (-1, -1)
+    left, right = given.get("window_size") or (-1, -1)
     with mode:
         unused = torch.empty(0, device=given["query"].device)
         return torch.ops.aten._flash_attention_backward(
@@ -74,7 +74,7 @@ def packed_attention_backward(mode: OpRunner, call: OpCall) -> Any:
             given["is_causal"],
             given["rng_state"],
             unused,
-            scale=given["scale"],
+            scale=given.get("scale"),
             window_size_left=left,
             window_size_right=right,
         )

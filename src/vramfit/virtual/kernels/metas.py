@@ -14,6 +14,7 @@ import torch
 
 from vramfit.torch_internals.dispatch import OpOverload
 from vramfit.torch_internals.fake_tensors import FakeTensor, FakeTensorMode
+from vramfit.torch_internals.releases import at_least
 from vramfit.virtual import describe
 from vramfit.virtual.kernels import matmul, rnn
 from vramfit.virtual.kernels.rules import overloads
@@ -192,6 +193,18 @@ def _compressed(mode: FakeTensorMode, source: FakeTensor) -> FakeTensor:
     return _fake(mode, (rows, source.numel() * sixteenths // 16 // rows), source.dtype, source.fake_device)
 
 
+def _scattered(func: OpOverload) -> Meta:
+    """Whole where it is made from an expanded tensor (``clone_preserve_strides`` of native/TensorShape.cpp): until 2.11
+    torch describes it as expanded too, without memory."""
+
+    def meta(mode: FakeTensorMode, source: FakeTensor, *args: Any, **kwargs: Any) -> Any:
+        if any(size > 1 and not stride for size, stride in zip(source.shape, source.stride(), strict=True)):
+            return _fake(mode, tuple(source.shape), source.dtype, source.fake_device)
+        return mode.dispatch(func, (), (source, *args), kwargs)
+
+    return meta
+
+
 def _build() -> dict[OpOverload, Meta]:
     metas: dict[OpOverload, Meta] = {}
     for func in overloads("_scaled_dot_product_efficient_attention", "_efficient_attention_forward"):
@@ -214,6 +227,9 @@ def _build() -> dict[OpOverload, Meta]:
         metas[func] = matmul.grouped_mm
     for func in overloads("binary_cross_entropy"):
         metas[func] = _reduced_in_place(func, 3)
+    if not at_least(2, 12):
+        for func in overloads("slice_scatter", "select_scatter", "diagonal_scatter"):
+            metas[func] = _scattered(func)
     return metas
 
 
