@@ -88,7 +88,10 @@ def of_row(row: Row) -> Wanted:
     """The row's torch, and what vramfit, its tests and its examples need, as it is pinned."""
     extras = project()["optional-dependencies"]
     named = [text for extra in EXTRAS for text in extras[extra]]
-    return Wanted(name=row.name, row=row, packages=_with_torch(row, named), pins=constraints())
+    # torch 2.10 compiles with setuptools without asking for it.
+    return Wanted(
+        name=row.name, row=row, packages=_with_torch(row, [*named, "setuptools"]), pins=constraints()
+    )
 
 
 def of_month(month: Month, row: Row) -> Wanted:

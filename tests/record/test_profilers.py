@@ -40,7 +40,7 @@ def recorded() -> tuple[Any, MemoryTrace, ProfiledMemory]:
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters())
     with vramfit.track(model=model, optimizer=optimizer, device="cpu") as tracked:
-        options = {"profile_memory": True, "record_shapes": True, "with_stack": True}
+        options = {"profile_memory": True, "record_shapes": True, "with_stack": True, "acc_events": True}
         with profile(activities=[ProfilerActivity.CPU], **options) as profiled:
             for _ in range(2):
                 model(torch.randn(32, 128)).square().mean().backward()
@@ -155,7 +155,7 @@ def test_the_profiler_itself_exports_once(tmp_path: Path) -> None:
 
 
 def test_a_profile_without_memory(recorded: tuple[Any, MemoryTrace, ProfiledMemory]) -> None:
-    with profile(activities=[ProfilerActivity.CPU]) as empty:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as empty:
         torch.ones(3)
     with pytest.raises(UsageError, match="profile_memory=True"):
         join_profile(empty, recorded[1])

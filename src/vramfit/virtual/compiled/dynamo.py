@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from vramfit.patching import PatchStack
-from vramfit.torch_internals import compiler
+from vramfit.torch_internals import compiler, compiler_inputs
 from vramfit.torch_internals.compiler import (
     CheckFunctionManager,
     ConvertFrameReturn,
@@ -64,6 +64,7 @@ def install(mode: OpRunner, outside: Outside, patches: PatchStack) -> None:
     # The mode is for the run, not for the compiler: a compiled program may run under it.
     patches.set(type(mode), "ignore_compile_internals", classmethod(lambda cls: True))
     compiler.compile_under_modes()
+    compiler_inputs.take_inputs_of_other_modes(patches)
     patches.call(compiler.reset)  # what was compiled for virtual tensors fits no others
     compiler.skipped_folders.extend(_OURS)
     compiler.make_skip_list_anew()
