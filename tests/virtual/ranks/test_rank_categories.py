@@ -212,7 +212,10 @@ def test_what_fsdp2_gathers(gpu: VirtualGPU, reshard: bool, ahead: bool) -> None
     out = [model(given)]
     found = fullest(gpu, lambda: out.pop().float().sum().backward())
     reduced = 2 * whole  # a float32 copy of the gradients of one layer
-    if reshard:
+    if at_least(2, 12) and not at_least(2, 13):
+        # A loop's variable in torch's own `post_backward` keeps that of the layer before, until 2.13 deletes it.
+        assert shared_out(found) == (2 * reduced, 0 if reshard else 6 * whole, whole if reshard else 0)
+    elif reshard:
         assert shared_out(found) == (reduced, whole, whole)
     else:
         assert shared_out(found) == (reduced, 7 * whole, 0)

@@ -48,10 +48,14 @@ def test_the_flag_is_that_of_torch(flags: tuple[bool, ...]) -> None:
         schema = Schema(specs=[DTensorSpec(mesh, (Shard(0),)), *map(strided, flags)])
         patched = getattr(_sharding_prop, NAME)
         assert patched is not original
-        found = []
+        found: list[Any] = []
         for propagate in (original, patched, patched):
             strategy = OpStrategy([OpSpec(strided(False), input_specs=(strided(True),))])
-            propagate(strategy, schema)
+            try:
+                propagate(strategy, schema)
+            except ValueError as refusal:  # torch 2.12 refuses flags that differ
+                found.append(str(refusal))
+                continue
             (spec,) = strategy.strategies
             assert isinstance(spec.output_specs, DTensorSpec) and spec.input_specs is not None
             found.append(

@@ -227,9 +227,9 @@ def _build() -> dict[OpOverload, Meta]:
         metas[func] = matmul.grouped_mm
     for func in overloads("binary_cross_entropy"):
         metas[func] = _reduced_in_place(func, 3)
-    if not at_least(2, 12):
-        for func in overloads("slice_scatter", "select_scatter", "diagonal_scatter"):
-            metas[func] = _scattered(func)
+    scattered = ["slice_scatter", "select_scatter"] if not at_least(2, 12) else []
+    for func in overloads(*scattered, *(() if at_least(2, 13) else ("diagonal_scatter",))):
+        metas[func] = _scattered(func)
     return metas
 
 
