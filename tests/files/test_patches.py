@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _io
 import builtins
+import glob
 import io
 import os
 import pickle
@@ -31,7 +32,11 @@ from vramfit.files.protection import recovered, standing
 from vramfit.trace import ChangeKind, FileChanges
 
 MODULES = (os, posix, io, _io, builtins, shutil, tempfile, sqlite3, torch, torch._C, torch.jit)
-CLASSES = (socket.socket, torch.UntypedStorage)
+CLASSES = (
+    socket.socket,
+    torch.UntypedStorage,
+    *(value for value in vars(glob).values() if isinstance(value, type)),
+)
 
 
 @contextmanager
@@ -71,12 +76,16 @@ def test_what_was_set_aside_is_seen_inside_and_gone_afterwards(tmp_path: Path) -
         file.write_text("virtual")
         (tmp_path / "new").mkdir()
         assert file.read_text() == "virtual" and sorted(os.listdir(tmp_path)) == ["file.txt", "new"]
+        assert sorted(tmp_path.glob("*")) == [file, tmp_path / "new"] == sorted(tmp_path.rglob("*"))
+        shutil.copy(file, tmp_path / "new" / "copy.txt")
+        assert (tmp_path / "new" / "copy.txt").read_text() == "virtual"
         standing_now = current()
         assert standing_now is not None
         changes = standing_now.changes()
     assert file.read_text() == "real" and picture(tmp_path) == before
     told = {Path(entry.path).name: entry.kind for entry in changes.entries}
-    assert told == {"file.txt": ChangeKind.REPLACED, "new": ChangeKind.FOLDER}
+    written = {"new": ChangeKind.FOLDER, "copy.txt": ChangeKind.WRITTEN}
+    assert told == {"file.txt": ChangeKind.REPLACED, **written}
 
 
 def test_what_no_patch_leads_away_is_refused(tmp_path: Path) -> None:
@@ -121,6 +130,7 @@ def test_a_descriptor_for_reading_is_no_way_to_write(tmp_path: Path) -> None:
     assert picture(tmp_path) == before
 
 
+@pytest.mark.filterwarnings("ignore:Passing more than 1 positional argument:DeprecationWarning")
 def test_what_sqlite_opens_past_connect_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "runs.db"
     with sqlite3.connect(file) as made:

@@ -17,7 +17,6 @@ torch.nn.init.trunc_normal_ draws. A ``break`` when something has come (``if (to
 from __future__ import annotations
 
 import ast
-import linecache
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -26,6 +25,8 @@ from functools import lru_cache
 from itertools import islice
 from types import CodeType, FrameType
 from typing import Any
+
+from vramfit.virtual.source_lines import source_of
 
 _CHECKS = ("_check", "_assert", "assert")
 _NEGATED = {"assertFalse"}
@@ -155,7 +156,7 @@ def _evaluated(frame: FrameType) -> Place:
 @lru_cache(maxsize=1024)
 def _read(filename: str) -> _GuardedSource:
     try:
-        tree = ast.parse("".join(linecache.getlines(filename)))
+        tree = ast.parse(source_of(filename))
     except (SyntaxError, ValueError):
         return _GuardedSource({}, (), ())
     questions: dict[Place, Guard] = {}

@@ -1,14 +1,15 @@
 """Replaces the file functions of ``os``, ``io`` and what the standard library builds on them.
 
 ``os`` takes its functions from ``posix``, and importlib looks there: both are replaced. ``pathlib``, ``shutil``,
-``tempfile``, ``glob`` and ``zipfile`` ask ``os`` and ``io`` each time they are called, so they need nothing of their
-own.
+``tempfile``, ``glob`` and ``zipfile`` ask ``os`` and ``io`` each time they are called, but for what classes of ``glob``
+keep since Python 3.13, with which ``pathlib`` looks for files.
 """
 
 from __future__ import annotations
 
 import _io
 import builtins
+import glob
 import io
 import multiprocessing.process
 import os
@@ -57,7 +58,8 @@ def install(calls: Calls, patches: PatchStack) -> None:
     _replace_open(calls, patches, table)
     _replace_defaults({id(old): new for old, new in table}, patches)
     _replace_sockets(calls, patches)
-    patches.set(shutil, "_USE_CP_SENDFILE", False)  # the kernel would fill every hole of a copy
+    _replace_kept({id(old): new for old, new in table}, patches)
+    _let_python_copy(patches)
     patches.rebind(table)
     _redirect_temporary(calls.overlay.policy.temporary, patches)
 
@@ -130,6 +132,25 @@ def _replace_defaults(table: dict[int, object], patches: PatchStack) -> None:
         if any(id(one) in table for one in defaults):
             patches.call(partial(setattr, function, "__defaults__", defaults))
             function.__defaults__ = tuple(table.get(id(one), one) for one in defaults)
+
+
+def _replace_kept(table: dict[int, object], patches: PatchStack) -> None:
+    """Replace what classes of `glob` keep as static methods."""
+    for kept in [value for value in vars(glob).values() if isinstance(value, type)]:
+        for name, value in list(vars(kept).items()):
+            if isinstance(value, staticmethod) and id(value.__func__) in table:
+                patches.set(kept, name, staticmethod(table[id(value.__func__)]))  # type: ignore[arg-type]
+
+
+def _let_python_copy(patches: PatchStack) -> None:
+    """Keep the kernel from copying a file's contents: it would fill every hole of the copy."""
+    # `Path.copy` is new in Python 3.14, and so are the other ways of `shutil`.
+    own = sys.modules.get("pathlib._os")
+    ways = [(shutil, "_USE_CP_SENDFILE", False), (shutil, "_USE_CP_COPY_FILE_RANGE", False)]
+    ways += [(own, name, None) for name in ("_ficlone", "_copy_file_range", "_sendfile", "_fcopyfile")]
+    for module, name, without in ways:
+        if hasattr(module, name):
+            patches.set(module, name, without)
 
 
 def _replace_sockets(calls: Calls, patches: PatchStack) -> None:

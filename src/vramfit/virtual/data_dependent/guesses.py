@@ -16,7 +16,6 @@ Which numbers a loop goes over is read from its source, and what its names stand
 from __future__ import annotations
 
 import ast
-import linecache
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -34,6 +33,7 @@ from vramfit.virtual.data_dependent.assume import Assume
 from vramfit.virtual.data_dependent.loops import Stake, guards, stake
 from vramfit.virtual.guards import Guard, guard
 from vramfit.virtual.machine import Machine
+from vramfit.virtual.source_lines import source_of
 
 # -- loops over rows whose number is assumed, and the lines that assumed it ----------------------------------
 
@@ -99,7 +99,7 @@ def _numbers(value: Any) -> Iterable[int]:
 def _read(filename: str) -> tuple[tuple[int, int, tuple[str, ...]], ...]:
     """First and last lines of the body of each ``for`` loop, and the variables from which it takes its rows."""
     try:
-        tree = ast.parse("".join(linecache.getlines(filename)))
+        tree = ast.parse(source_of(filename))
     except (SyntaxError, ValueError):
         return ()
     return tuple(

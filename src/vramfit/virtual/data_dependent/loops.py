@@ -12,11 +12,12 @@ All of this is read from names, so it can be wrong: guesses.py is more patient t
 from __future__ import annotations
 
 import ast
-import linecache
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
+
+from vramfit.virtual.source_lines import source_of
 
 # Iterators that never end, or that ask a function, by the numbers of arguments with which they do.
 _ENDLESS = {"count": (0, 1, 2), "cycle": (1,), "repeat": (1,), "iter": (2,)}
@@ -72,7 +73,7 @@ def guards(filename: str, line: int) -> bool:
 @lru_cache(maxsize=1024)
 def _read(filename: str) -> _LoopSource | None:
     try:
-        tree = ast.parse("".join(linecache.getlines(filename)))
+        tree = ast.parse(source_of(filename))
     except (SyntaxError, ValueError):
         return None
     if not tree.body:

@@ -29,6 +29,7 @@ from vramfit.patching import PatchStack, after_import
 from vramfit.torch_internals.fake_tensors import FakeTensor
 from vramfit.virtual.foreign.foreign_calls import note_launch, virtual_tensors
 from vramfit.virtual.op_runner import OpRunner
+from vramfit.virtual.source_lines import has_source
 
 _STORES = ("store", "async_store", "scatter", "store_tensor_descriptor")
 _LOADS = ("load", "async_load", "gather", "load_tensor_descriptor", "arange", "program_id", "num_programs")
@@ -126,6 +127,8 @@ class _SourceReader:
 
     def _read(self, function: Callable[..., Any]) -> frozenset[str]:
         parameters = list(inspect.signature(function).parameters)
+        if not has_source(function):
+            return frozenset(parameters)
         try:
             tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
         except (OSError, TypeError, SyntaxError):
