@@ -1,4 +1,4 @@
-# One command each, from an empty clone, with nothing but python3 (3.11 to 3.13) and make:
+# One command each, from an empty clone, with nothing but python3 (3.11 to 3.14) and make:
 #   make demo    make test    make help
 #
 # Settings, each on the command line or in the environment:
@@ -69,14 +69,14 @@ $(STAMP): pyproject.toml constraints.txt
 	@set -e; \
 	if [ ! -e $@ ]; then \
 		if [ -n "$(PYTHON)" ]; then candidates="$(PYTHON)"; \
-		else candidates="python3 python3.13 python3.12 python3.11"; fi; \
+		else candidates="python3 python3.14 python3.13 python3.12 python3.11"; fi; \
 		python=; \
 		for candidate in $$candidates; do \
-			if "$$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; \
+			if "$$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' 2>/dev/null; \
 			then python=$$candidate; break; fi; \
 		done; \
 		if [ -z "$$python" ]; then \
-			echo "No Python 3.11, 3.12 or 3.13 among: $$candidates." >&2; \
+			echo "No Python 3.11 to 3.14 among: $$candidates." >&2; \
 			echo "Install one, or name it: make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)" >&2; exit 1; \
 		fi; \
 		if ! "$$python" -c 'import ensurepip, venv' 2>/dev/null; then \

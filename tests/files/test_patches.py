@@ -6,6 +6,9 @@ import _io
 import builtins
 import glob
 import io
+import multiprocessing
+import multiprocessing.forkserver
+import multiprocessing.util
 import os
 import pickle
 import posix
@@ -291,3 +294,18 @@ def test_the_last_events_of_an_interpreter_find_no_names_and_no_error(
         monkeypatch.setattr(refusals, name, None)
     refusals._hook("import", ("anything",))
     refusals._hook("open", ("anything", "w", 0))
+
+
+def test_a_fork_server_ends_with_the_folder_of_its_socket() -> None:
+    for _ in range(2):
+        # The path of a socket is short.
+        with tempfile.TemporaryDirectory() as folder, protected(Path(folder) / "work"):
+            child = multiprocessing.get_context("forkserver").Process(target=os.getpid)
+            child.start()
+            child.join()
+            assert child.exitcode == 0
+        assert multiprocessing.forkserver._forkserver._forkserver_pid is None
+        waiting = multiprocessing.util._finalizer_registry.values()
+        assert not any(folder in str(finalizer._args) for finalizer in waiting), (
+            "it is to be removed at the end"
+        )

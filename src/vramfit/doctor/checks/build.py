@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from vramfit.doctor.facts import Check, Facts, Finding, FindingArea, TorchDevice
 from vramfit.torch_internals.releases import ADVICE, NEWEST_TRIED, OLDEST, dotted
 
-_PYTHONS = ((3, 11), (3, 13))
+_PYTHONS = ((3, 11), (3, 14))
 _TESTED = ("Linux", "x86_64")
 """System and machine on which the virtual GPU is tested."""
 
@@ -21,7 +21,7 @@ def check_python(facts: Facts) -> Iterator[Finding]:
     yield FindingArea.TORCH.warning(
         "python",
         f"Python {version}",
-        why="vramfit is made for Python 3.11 to 3.13; torch's wheels and the virtual GPU are not tested on others",
+        why="vramfit is made for Python 3.11 to 3.14; torch's wheels and the virtual GPU are not tested on others",
         fix="Make an environment with Python 3.12",
     )
 

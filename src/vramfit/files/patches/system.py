@@ -12,6 +12,7 @@ import builtins
 import glob
 import io
 import multiprocessing.process
+import multiprocessing.util
 import os
 import shutil
 import socket
@@ -146,7 +147,10 @@ def _let_python_copy(patches: PatchStack) -> None:
     """Keep the kernel from copying a file's contents: it would fill every hole of the copy."""
     # `Path.copy` is new in Python 3.14, and so are the other ways of `shutil`.
     own = sys.modules.get("pathlib._os")
-    ways = [(shutil, "_USE_CP_SENDFILE", False), (shutil, "_USE_CP_COPY_FILE_RANGE", False)]
+    ways: list[tuple[Any, str, object]] = [
+        (shutil, "_USE_CP_SENDFILE", False),
+        (shutil, "_USE_CP_COPY_FILE_RANGE", False),
+    ]
     ways += [(own, name, None) for name in ("_ficlone", "_copy_file_range", "_sendfile", "_fcopyfile")]
     for module, name, without in ways:
         if hasattr(module, name):
@@ -200,3 +204,25 @@ def _redirect_temporary(folder: str, patches: PatchStack) -> None:
     if "tempdir" not in config:
         patches.item(config, "tempdir", None)
         del config["tempdir"]
+    patches.call(lambda: _remove_folder_of_processes(config.get("tempdir")))
+    before = _fork_server()
+    patches.call(lambda: _end_fork_server(before))
+
+
+def _remove_folder_of_processes(folder: str | None) -> None:
+    """Remove what multiprocessing made now; it would look for it when the interpreter ends."""
+    for waiting in list(multiprocessing.util._finalizer_registry.values()):  # type: ignore[attr-defined]
+        if folder is not None and folder in (waiting._args or ()):
+            waiting()
+
+
+def _fork_server() -> int | None:
+    """The process that multiprocessing forks others from, from Python 3.14 on wherever nothing else is asked for."""
+    module = sys.modules.get("multiprocessing.forkserver")
+    return None if module is None else module._forkserver._forkserver_pid
+
+
+def _end_fork_server(before: int | None) -> None:
+    """End one that the program has started: its socket lies in the temporary folder, which goes."""
+    if _fork_server() not in (None, before):
+        sys.modules["multiprocessing.forkserver"]._forkserver._stop()
