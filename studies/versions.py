@@ -110,6 +110,8 @@ def _row(row: Row, options: argparse.Namespace, told: Told) -> Outcome:
         return Outcome(reason=str(error), absent=True)
     except CannotBuild as error:
         return Outcome(reason=f"its environment cannot be built: {error}")
+    if not row.supported and (said := subset.refusal(here.python)) is not None:
+        return Outcome(torch=here.torch, built=here.seconds, reason=f"refused: {said}")
     outcome = subset.run(here.python, options.folder / f"{row.name}.xml", options.jobs, told)
     return replace(outcome, torch=here.torch, built=here.seconds)
 

@@ -88,9 +88,20 @@ def read(report: Path, seconds: float) -> Outcome:
     return Outcome(seconds=seconds, passed=passed, skipped=skipped, failures=failures)
 
 
+def refusal(python: Path) -> str | None:
+    """The words with which vramfit refuses the torch of an environment; None where it takes it."""
+    command = [str(python), "-m", "vramfit", "run", "--gpu", "RTX 4090", "-m", "this"]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
+    said = [line.removeprefix("error:").strip() for line in done.stderr.splitlines() if "error:" in line]
+    return said[0] if done.returncode == 2 and said else None
+
+
 def _why(failure: ElementTree.Element) -> str:
     """The message of a failure; of a file that could not be read, which has none, the line that says why."""
     errors = [line[1:].strip() for line in (failure.text or "").splitlines() if line.startswith("E ")]
     message = failure.get("message") or ""
     told = errors[-1] if errors and message == "collection failure" else message
+    # The page is read elsewhere: no folders of this machine.
+    told = re.sub(r"/tmp/[\w./-]+", "/tmp/...", told.replace(f"{ROOT}/", ""))
     return " ".join(told.split())[:300]

@@ -154,6 +154,7 @@ def test_what_pytest_reports_is_read(tmp_path: Path) -> None:
         "@pytest.fixture\ndef broken(): raise OSError('no disk')\n"
         "def test_good(): pass\n"
         "def test_bad(): assert 1 == 2\n"
+        f"def test_place(): raise OSError('{subset.ROOT}/src/a.py and /tmp/some/where.txt')\n"
         "def test_error(broken): pass\n"
         "def test_skipped(): pytest.skip('not here')\n",
         encoding="utf-8",
@@ -174,7 +175,9 @@ def test_what_pytest_reports_is_read(tmp_path: Path) -> None:
     assert subprocess.run(command, cwd=tmp_path, capture_output=True, check=False).returncode == 1
     outcome = subset.read(report, 3.0)
     assert (outcome.passed, outcome.skipped, outcome.seconds, outcome.good) == (1, 1, 3.0, False)
-    assert outcome.failures.keys() == {"test_other", "test_some::test_bad", "test_some::test_error"}
+    failed = {"test_other", "test_some::test_bad", "test_some::test_error", "test_some::test_place"}
+    assert outcome.failures.keys() == failed
+    assert outcome.failures["test_some::test_place"] == "OSError: src/a.py and /tmp/..."
     assert outcome.failures["test_other"] == "ModuleNotFoundError: No module named 'nowhere'"
     assert "assert 1 == 2" in outcome.failures["test_some::test_bad"]
     assert "no disk" in outcome.failures["test_some::test_error"]
@@ -195,6 +198,18 @@ def test_a_run_that_leaves_no_report_is_told(tmp_path: Path, monkeypatch: pytest
 
 PASSED = Outcome(torch="2.13.0", passed=2_200, skipped=3, seconds=100, built=10, sources="now")
 FAILED = replace(PASSED, failures={"tests.a::test_b": "x | <y>"})
+
+
+def test_a_refusal_is_the_line_of_the_error(tmp_path: Path) -> None:
+    def python(*lines: str) -> Path:
+        file = tmp_path / "python"
+        file.write_text("\n".join(["#!/bin/sh", *lines]), encoding="utf-8")
+        file.chmod(0o755)
+        return file
+
+    assert subset.refusal(python("echo error: torch is too old >&2", "exit 2")) == "torch is too old"
+    assert subset.refusal(python("echo error: out of memory >&2", "exit 1")) is None
+    assert subset.refusal(python("exit 0")) is None
 
 
 def test_outcomes_are_kept(tmp_path: Path) -> None:
@@ -254,8 +269,18 @@ class TestCommand:
         self, tried: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         monkeypatch.setattr(Row, "supported", False)
+        monkeypatch.setattr(subset, "refusal", lambda _: None)
         assert tried(DEVELOPED, FAILED) == 0
         assert "tests.a::test_b" in capsys.readouterr().out
+
+    def test_a_release_that_vramfit_refuses_runs_no_tests(
+        self, tried: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr(Row, "supported", False)
+        monkeypatch.setattr(subset, "refusal", lambda _: "torch 2.9.1 is too old")
+        assert tried(DEVELOPED, FAILED) == 0
+        out = capsys.readouterr().out
+        assert "refused: torch 2.9.1 is too old" in out and "tests.a::test_b" not in out
 
     def test_a_row_that_is_not_there_is_refused(self, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit, match="2"):
