@@ -58,9 +58,8 @@ OF_OBJECTS = {
 OF_OTHERS = {
     "Python": (
         "_TemporaryFileCloser _USE_CP_SENDFILE _args _args_from_interpreter_flags _bootstrap_inner _current_frames"
-        " _exit _fastcopy_sendfile _fields _getframe _initializing _is_gil_enabled _is_owned _kwargs _mmap"
-        " _run_exitfuncs"
-        " _shutdown _start_method _target _traces"
+        " _exit _fastcopy_sendfile _fields _finalizer_registry _forkserver _forkserver_pid _getframe _initializing"
+        " _is_gil_enabled _is_owned _kwargs _mmap _run_exitfuncs _shutdown _start_method _stop _target _traces"
     ),
     "other libraries": (
         "_active _attn_implementation _attn_implementation_internal _choose_qparams_affine_tinygemm _default"
