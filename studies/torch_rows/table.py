@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from study_files import markdown_table
 
 from torch_rows.libraries import EXAMPLES, MONTHS, NEWER, Month, MonthOutcome, is_for
 from torch_rows.outcome import Outcome
-from torch_rows.rows import Row
+from torch_rows.rows import ROOT, Row
 
 HEADS = ("torch", "build", "Python", "supported", "passed", "failed", "skipped", "seconds", "environment, s")
 _RIGHT = HEADS[4:]
@@ -50,7 +51,7 @@ def notes(found: Mapping[Row, Outcome], sources: str) -> list[str]:
     for row, outcome in found.items():
         title = f"{row.release}, {row.build.value} build, Python {row.python}"
         if outcome.reason:
-            lines.append(f"- {title}: {outcome.reason}")
+            lines.append(f"- {title}: {_plain(outcome.reason)}")
         elif outcome.failures:
             lines.append(f"- {title}: {len(outcome.failures)} failed")
             named = list(outcome.failures.items())[:MOST_FAILURES]
@@ -90,7 +91,7 @@ def libraries_table(found: Mapping[str, MonthOutcome]) -> tuple[list[str], list[
     for library, examples in EXAMPLES.items():
         rows.append([f"**{library}**", *(f"**{month.versions[library]}**" for month in MONTHS)])
         rows += [[example, *(cell(month, example) for month in MONTHS)] for example in examples]
-    below = [f"- {month}: {one.reason}" for month, one in found.items() if one.reason]
+    below = [f"- {month}: {_plain(one.reason)}" for month, one in found.items() if one.reason]
     below += [f"- {name} asks for {library} {since} or newer" for name, (library, since) in NEWER.items()]
     below += [f"- ({number}) {_plain(error)}" for error, number in reasons.items()]
     return ["", *(month.name for month in MONTHS)], rows, below
@@ -122,4 +123,6 @@ def write(page: Path, text: str, begin: str = BEGIN, end: str = END) -> None:
 
 
 def _plain(why: str) -> str:
+    """A reason as Markdown, for readers elsewhere: without folders of this machine."""
+    why = re.sub(r"(?<![\w.])/(?:[\w.+-]+/)+", ".../", why.replace(f"{ROOT}/", ""))
     return why[:160].replace("<", "\\<").replace("|", "\\|").replace("*", "\\*")

@@ -409,7 +409,7 @@ def forked_workers_share_what_was_written() -> None:
             return int(Path("shared.txt").read_text())
 
     Path("shared.txt").write_text("5")
-    batches = list(torch.utils.data.DataLoader(Data(), num_workers=2))
+    batches = list(torch.utils.data.DataLoader(Data(), num_workers=2, multiprocessing_context="fork"))
     assert [int(batch) for batch in batches] == [5] * 4
     assert sorted(glob.glob("cache-*.txt")) == [f"cache-{index}.txt" for index in range(4)]
 

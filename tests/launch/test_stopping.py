@@ -232,8 +232,16 @@ def run(folder: Path, case: Case, environ: dict[str, str]) -> Ended:
         err=err,
         report=json.loads(json_file.read_text()),
         seconds=time.monotonic() - began,
-        left=[process for process in family if _lives(process)],
+        left=_left(family),
     )
+
+
+def _left(family: list[int]) -> list[int]:
+    """Those that outlive the run by more than a moment: Python's fork server ends when its pipe closes."""
+    until = time.monotonic() + 2
+    while (left := [process for process in family if _lives(process)]) and time.monotonic() < until:
+        time.sleep(0.05)
+    return left
 
 
 def _family(process: int) -> list[int]:

@@ -51,7 +51,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         depth[0] -= 1
         assert depth[0] >= 0, "a range is closed that was not opened"
 
-    monkeypatch.setattr(annotating, "_has_nvtx", lambda: True)
+    monkeypatch.setattr(annotating, "has_nvtx", lambda: True)
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", push)
     monkeypatch.setattr(torch.cuda.nvtx, "range_pop", pop)
     yield told
@@ -143,13 +143,13 @@ def test_ranges_of_torch_profiler() -> None:
     assert names >= {"step 0", "forward", "backward", "optimizer", "Net", "Net.first", "Net.second"}
 
 
-@pytest.mark.skipif(annotating._has_nvtx(), reason="this build has NVTX")
+@pytest.mark.skipif(annotating.has_nvtx(), reason="this build has NVTX")
 def test_a_build_without_nvtx_says_what_to_do() -> None:
     with pytest.raises(EnvironmentUnfitError, match="profiler=True"), vramfit.annotate(Net()):
         pytest.fail("it went on")
 
 
-@pytest.mark.skipif(not annotating._has_nvtx(), reason="this build has no NVTX")
+@pytest.mark.skipif(not annotating.has_nvtx(), reason="this build has no NVTX")
 def test_a_build_with_nvtx_takes_the_ranges() -> None:
     model = Net()
     with vramfit.annotate(model):

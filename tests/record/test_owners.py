@@ -26,6 +26,9 @@ from vramfit.record.owners import owner_chains, owners_in
 WAYS = Path(__file__).with_name("ways.py")
 
 
+pytestmark = pytest.mark.torch_versions  # each Python has its own heap
+
+
 @pytest.fixture(autouse=True)
 def ways() -> Iterator[ModuleType]:
     """The ways, anew. What the test process has already is set aside: searches pass over the whole heap."""

@@ -177,7 +177,8 @@ def test_what_pytest_reports_is_read(tmp_path: Path) -> None:
     assert (outcome.passed, outcome.skipped, outcome.seconds, outcome.good) == (1, 1, 3.0, False)
     failed = {"test_other", "test_some::test_bad", "test_some::test_error", "test_some::test_place"}
     assert outcome.failures.keys() == failed
-    assert outcome.failures["test_some::test_place"] == "OSError: src/a.py and /tmp/..."
+    told = notes({DEVELOPED: outcome}, outcome.sources)
+    assert "  - `test_some::test_place`: OSError: src/a.py and .../where.txt" in told
     assert outcome.failures["test_other"] == "ModuleNotFoundError: No module named 'nowhere'"
     assert "assert 1 == 2" in outcome.failures["test_some::test_bad"]
     assert "no disk" in outcome.failures["test_some::test_error"]

@@ -8,6 +8,15 @@ import pytest
 
 from vramfit.torch_internals import build_check, build_shim, cuda_hooks, device_guards
 
+NOT_WITH_EVERY_TORCH = {"test_private_names.py", "test_releases.py"}
+"""What says the same with every release: names in the sources, and releases that are pretended."""
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Count all other tests of the seam among those that run with every release of torch."""
+    if item.path.name not in NOT_WITH_EVERY_TORCH:
+        item.add_marker(pytest.mark.torch_versions)
+
 
 @pytest.fixture(scope="session", autouse=True)
 def fit_interpreter() -> None:

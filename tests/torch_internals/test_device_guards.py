@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 PROGRAM = """
-import ctypes, threading
+import ctypes, os, threading
 import torch
 from vramfit.torch_internals import build_shim, device_guards
 
@@ -38,7 +38,8 @@ for _ in range(2):
     build_shim.install()
     fill()
     go_back()
-print("went back")
+print("went back", flush=True)
+os._exit(0)  # threads of autograd, which were let go above, may end the interpreter's end with an abort
 """
 
 

@@ -116,26 +116,52 @@ class TestGroups:
         assert not hasattr(torch.random, "of_a_test")
 
 
+class TestAbsent:
+    def test_nothing_is_of_a_missing_class(self, feature: Feature) -> None:
+        assert not isinstance(3, Absent("torch._C._Gone", feature))
+
+    def test_a_class_that_builds_on_a_missing_one_makes_no_objects(self, feature: Feature) -> None:
+        class Ours(Absent("torch._C._Gone", feature)):  # type: ignore[misc]
+            pass
+
+        with pytest.raises(AbsentName, match=r"has no torch._C._Gone, which vramfit needs for tests"):
+            Ours(1, of="all")
+
+    def test_it_has_no_items(self, feature: Feature) -> None:
+        with pytest.raises(AbsentName):
+            Absent("torch._C._Gone", feature)["key"]
+
+
 class TestSignatures:
-    def test_arguments_arrive_by_torchs_names(self) -> None:
+    def test_arguments_arrive_by_torchs_names(self, feature: Feature) -> None:
         def original(first: int, second: int = 2, *, third: int = 3) -> None:
             """As torch has it."""
 
-        call = in_signature_of(original, lambda second=None, third=None: (second, third))
+        call = in_signature_of(feature, original, lambda second=None, third=None: (second, third))
         assert call(1, 5) == (5, None)
         assert call(first=1, third=7) == (None, 7)
         assert call.__doc__ == "As torch has it."
 
-    def test_what_a_later_release_added_is_left_out(self) -> None:
+    def test_what_a_later_release_added_is_left_out(self, feature: Feature) -> None:
         def later(first: int, added: bool = False) -> None: ...
 
-        assert in_signature_of(later, lambda first: first)(1, added=True) == 1
+        assert in_signature_of(feature, later, lambda first: first)(1, added=True) == 1
 
-    def test_wrong_arguments_are_torchs_error(self) -> None:
+    def test_wrong_arguments_are_torchs_error(self, feature: Feature) -> None:
         def original(first: int) -> None: ...
 
         with pytest.raises(TypeError, match="missing a required argument"):
-            in_signature_of(original, lambda first: first)()
+            in_signature_of(feature, original, lambda first: first)()
+
+    def test_a_parameter_that_torch_has_renamed_is_noted_and_torchs_own_is_kept(
+        self, feature: Feature
+    ) -> None:
+        def original(renamed: int) -> int:
+            return renamed
+
+        assert in_signature_of(feature, original, lambda first: first) is original
+        (path,) = feature.missing
+        assert path.startswith(original.__module__) and path.endswith("(first)")
 
 
 def _warnings(gpu: vramfit.VirtualGPU) -> list[str]:
@@ -160,7 +186,7 @@ def test_nothing_is_missing_in_the_torch_that_is_installed() -> None:
 @pytest.mark.parametrize(
     ("path", "purpose"),
     [
-        ("torch.cuda._raw_device_uuid_nvml", "what torch asks of NVML"),
+        ("torch.cuda._raw_device_uuid_nvml", "answering what torch asks NVML"),
         ("torch.autograd.profiler._supported_activities", "torch.backends as on a card"),
         ("torch.serialization._save", "checkpoints"),
         ("torch.distributed.distributed_c10d._store_based_barrier", "process groups"),
@@ -222,6 +248,11 @@ _FOUND_EARLY = {
     "torch._C._distributed_c10d.Logger": "process groups",
     "torch._C._autograd._get_sequence_nr": "profiles of a step, from which plans are made",
     "torch._C._get_sdp_priority_order": "taking the kernels that the card would take",
+    "torch._C._LinalgBackend": "taking the kernels that the card would take",
+    "torch._C._distributed_c10d.Store": "process groups",
+    "torch._library.fake_impl.FakeImplCtx": "operators that programs register",
+    "torch._subclasses.fake_impls.stride_incorrect_op": "carrying tensors without values",
+    "torch.nn.modules.dropout._DropoutNd": "telling layers apart",
     "torch._inductor.compile_fx._compile_fx_inner": "compiled programs",
 }
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -52,17 +54,19 @@ OF_OBJECTS = {
     "torch's module in C++, given to the floor of files, which imports no torch": "_C",
     "a loader's iterator (torch/utils/data/dataloader.py)": "_shutdown_workers _workers",
     "a subclass's own name for its data (torchao)": "_new_buffer",
+    "the method of modules by which a model moves (torch/nn/modules/module.py)": "_apply",
 }
 """Attributes of objects that torch hands out, by why they are read where the object is at hand."""
 
 OF_OTHERS = {
     "Python": (
-        "_TemporaryFileCloser _USE_CP_SENDFILE _args _args_from_interpreter_flags _bootstrap_inner _current_frames"
+        "_TemporaryFileCloser _USE_CP_COPY_FILE_RANGE _USE_CP_SENDFILE"
+        " _args _args_from_interpreter_flags _bootstrap_inner _current_frames"
         " _exit _fastcopy_sendfile _fields _finalizer_registry _forkserver _forkserver_pid _getframe _initializing"
         " _is_gil_enabled _is_owned _kwargs _mmap _run_exitfuncs _shutdown _start_method _stop _target _traces"
     ),
     "other libraries": (
-        "_active _attn_implementation _attn_implementation_internal _choose_qparams_affine_tinygemm _default"
+        "_active _attn_implementation _attn_implementation_internal _choose_qparams_affine_tinygemm _cpu _default"
         " _dequantize_affine_tinygemm _file_openers _instance _make_closure _make_tensor _quantize_affine_tinygemm"
         " _set_data_type _set_dlhandle_cudnn _set_sync_gradients _supports_attention_backend _supports_logits_to_keep"
         " _supports_sdpa _validate_launch_command"
@@ -119,7 +123,10 @@ def private_paths() -> Iterator[str]:
             continue
         where = path.relative_to(ROOT.parent)
         for name, line in _of_torch(tree):
-            if (
+            if name == "torch._C":  # listed for the floor of files alone
+                if not (_in_facade(path) or "files" in path.relative_to(ROOT).parts):
+                    yield f"{where}:{line}: {name}"
+            elif (
                 _is_private(name)
                 and not name.startswith(f"{OPERATORS}.")
                 and name.split(".")[-1] not in _allowed()
@@ -179,6 +186,71 @@ def _attributes() -> dict[str, set[str]]:
     return found
 
 
+FACADES = {
+    "virtual/torch_cuda": "tables of the functions of torch._C that the virtual card answers, by their names there",
+    "virtual/torch_patches/card_routes.py": "what torch.backends.cuda asks in torch._C, each beside its answer",
+    "virtual/ranks/process_groups.py": "what torch asks of a backend, each beside its answer",
+}
+"""Files and folders that hold names of C++ as names of methods and as texts, and why."""
+
+
+def _in_facade(path: Path) -> bool:
+    inner = path.relative_to(ROOT).as_posix()
+    return any(inner == one or inner.startswith(f"{one}/") for one in FACADES)
+
+
+def _named_in_torch(name: str) -> bool:
+    """Whether a private name is one of torch's C++ or of what vramfit meets most."""
+    holders: tuple[Any, ...] = (
+        *(torch._C, torch._C._distributed_c10d.Backend, torch._C._distributed_c10d.ProcessGroup),
+        *(torch.cuda, torch.cuda.nvtx, torch.utils._python_dispatch, torch.optim.AdamW, torch.nn.Module),
+    )
+    # Of which a CPU build has few.
+    return name.startswith(("_cuda_", "_accelerator_")) or any(hasattr(holder, name) for holder in holders)
+
+
+def private_texts() -> Iterator[str]:
+    """Private names of torch outside the seam as texts, or as methods that stand for functions of that name."""
+    for path, tree in _trees().items():
+        if SEAM in path.parents or _in_facade(path):
+            continue
+        about, own = _docstrings(tree), set(_own(tree))
+        methods = {id(one) for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for one in node.body}
+        for node in ast.walk(tree):
+            name: object = None
+            if isinstance(node, ast.Constant) and id(node) not in about:
+                name = node.value
+            elif id(node) in methods and getattr(node, "name", "").startswith(("_cuda_", "_accelerator_")):
+                name = getattr(node, "name", None)
+            if (
+                isinstance(name, str)
+                and name.isidentifier()
+                and name != "_"
+                and _is_private(name)
+                and _named_in_torch(name)
+                and name not in _allowed()
+                and not (isinstance(node, ast.Constant) and name in own)
+            ):
+                yield f"{path.relative_to(ROOT.parent)}:{node.lineno}: {name}"
+
+
+def test_no_private_name_of_torch_is_written_as_text_outside_the_seam() -> None:
+    assert list(private_texts()) == []
+
+
+@pytest.mark.parametrize("place", FACADES)
+def test_a_facade_has_such_names(place: str) -> None:
+    sources = [ROOT / place] if place.endswith(".py") else list((ROOT / place).glob("*.py"))
+    texts = {
+        getattr(node, "value", getattr(node, "name", None))
+        for path in sources
+        for node in ast.walk(_trees()[path])
+        if isinstance(node, ast.Constant | ast.FunctionDef)
+    }
+    private = {text for text in texts if isinstance(text, str) and text.isidentifier() and _is_private(text)}
+    assert any(map(_named_in_torch, private))
+
+
 def test_no_private_path_of_torch_stands_outside_the_seam() -> None:
     assert list(private_paths()) == []
 
@@ -190,4 +262,5 @@ def test_private_attributes_of_others_are_listed_with_a_reason() -> None:
 
 @pytest.mark.parametrize("name", sorted(_allowed()))
 def test_nothing_is_listed_that_is_not_used(name: str) -> None:
-    assert any(f"{name}" in path.read_text("utf-8") for path in _trees() if SEAM not in path.parents)
+    word = re.compile(rf"\b{name}\b")
+    assert any(word.search(path.read_text("utf-8")) for path in _trees() if SEAM not in path.parents)

@@ -129,6 +129,14 @@ def test_headers_decide_between_methods_that_share_their_code() -> None:
     assert [names.slot(name) for name in "xywz"] == [0, 1, 2, 3]
 
 
+def test_a_method_that_is_declared_twice_is_there_and_refused_without_symbols() -> None:
+    declared_twice = Declared(slots={}, length=3, several=frozenset({"x"}))
+    names = TableNames(of="a", symbols=[{}] * 3, declared=declared_twice)
+    assert names.has("x") and not names.has("y")
+    with pytest.raises(EnvironmentUnfitError, match="a::x in the virtual table has several entries"):
+        names.slot("x")
+
+
 def test_methods_that_share_their_code_are_refused_without_a_header() -> None:
     names = table(entry("x", "y"), entry("x", "y"), entry("z"))
     assert names.slot("z") == 2
@@ -197,7 +205,7 @@ def test_entries_come_in_the_order_of_declarations(tmp_path: Path) -> None:
 
 def test_a_name_that_stands_twice_keeps_its_entries_and_has_no_slot(tmp_path: Path) -> None:
     found = read(tmp_path, "virtual void x(int); virtual void x(long); virtual void y();")
-    assert found == Declared(slots={"first": 2, "second": 3, "y": 6}, length=7)
+    assert found == Declared(slots={"first": 2, "second": 3, "y": 6}, length=7, several=frozenset({"x"}))
 
 
 def test_after_a_name_that_may_replace_another_nothing_is_certain(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from vramfit.files import real
 BLOCK = 4096
 """Bytes of a file system's block: shorter runs of zeros save nothing."""
 _CHUNK = 1 << 16
-_STEP = 4 * _CHUNK
+_STEP = _CHUNK
 """Bytes that are written, or left out, at once."""
 _ZEROS = bytes(_CHUNK)
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2

@@ -440,3 +440,8 @@ def _end_children() -> None:
     multiprocessing = sys.modules.get("multiprocessing")
     for child in multiprocessing.active_children() if multiprocessing is not None else ():
         child.kill()
+    # From Python 3.14 on these are forked by a process of its own, which would end a moment after this one.
+    server = sys.modules.get("multiprocessing.forkserver")
+    if server is not None and (process := server._forkserver._forkserver_pid) is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)

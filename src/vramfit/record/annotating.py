@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from vramfit.errors import EnvironmentUnfitError, UsageError
 from vramfit.patching import PatchStack
 from vramfit.record.recorder import watch
-from vramfit.torch_internals.cuda_device import nvtx_module
+from vramfit.torch_internals.cuda_device import has_nvtx
 
 Opened = Callable[[], object]
 """Closes a range."""
@@ -57,7 +57,7 @@ def annotate(
         raise UsageError(f"annotate was given a {type(model).__name__}", "Give a torch.nn.Module, or none")
     if not nvtx and not profiler:
         raise UsageError("annotate would make no ranges", "Leave nvtx=True, or set profiler=True")
-    if nvtx and not _has_nvtx():
+    if nvtx and not has_nvtx():
         raise EnvironmentUnfitError(
             f"torch {torch.__version__} was built without NVTX",
             "Use a CUDA build, or annotate(model, nvtx=False, profiler=True) with torch.profiler",
@@ -67,11 +67,6 @@ def annotate(
         patches.call(ranges.close)
         watch(ranges, patches)
         yield
-
-
-def _has_nvtx() -> bool:
-    """Whether ``torch.cuda.nvtx`` calls the library rather than a stand-in that raises."""
-    return type(nvtx_module()).__name__ not in ("_NVTXStub", "NoneType")
 
 
 def _openers(nvtx: bool, profiler: bool) -> list[Callable[[str], Opened]]:

@@ -161,9 +161,7 @@ class Path:
                     return " -> cached result"
                 if attributes and type(key) is str:
                     return self._named(key)
-                if (
-                    attributes and type(key) is weakref.ref
-                ):  # of a thread: its attributes are the next dictionary
+                if attributes and _is_of_thread(key):  # its attributes are the next dictionary
                     self._as_attributes = True
                     return ""
                 return f"[{key_text(key)}]"
@@ -286,6 +284,11 @@ class Path:
         self.through.add(Through.THREAD_LOCAL)
         self._as_attributes = True
         return ""
+
+
+def _is_of_thread(key: object) -> bool:
+    """Whether a key of a thread-local's dictionary stands for a thread: a weak reference until Python 3.12."""
+    return type(key) is weakref.ref or type_name(key) == "_thread._localdummy"
 
 
 def _pairs(mapping: dict[Any, Any]) -> Iterator[tuple[Any, Any]]:

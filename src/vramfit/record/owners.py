@@ -99,6 +99,7 @@ class OwnerSearch:
         self.followed = 0
         self._found: list[Any] = []
         self._batch: list[Any] = []
+        self._mark = object()  # the last argument of every question
         self._ignored = heap.own | {
             id(own) for own in (self.__dict__, self.objects, self._found, self._batch)
         }
@@ -159,6 +160,7 @@ class OwnerSearch:
                 return
             wanted = asked[start : start + _BATCH]
             self._batch.extend(self.objects[number] for number in wanted)
+            self._batch.append(self._mark)
             self._found.extend(gc.get_referrers(*self._batch))
             self._batch.clear()
             targets = set(wanted)
@@ -397,6 +399,8 @@ class OwnerSearch:
         if id(holder) in self._ignored:
             return True
         kind = type(holder)
+        if kind is tuple and holder and holder[-1] is self._mark:
+            return True  # the arguments of a question: since Python 3.13 they are among its answers
         if kind is types.FrameType:
             return str(holder.f_code.co_filename).startswith(HERE)
         if kind is types.GeneratorType:

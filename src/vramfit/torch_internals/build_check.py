@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,7 @@ class Asked:
     """One thing that torch decides for ``cuda`` tensors.
 
     Attributes:
-        about: what is asked, to follow "torch takes the wrong".
+        about: what is asked, to follow "torch answers wrongly about".
         hook: the hook or method of the guard that alone decides it, as far as earlier questions were answered.
         needs: the function of ``torch._C`` that is asked; without it the question is left out.
         ask: asks it, inside of a fake mode.
@@ -125,17 +125,24 @@ def _untouched_card() -> Iterator[None]:
 @contextmanager
 def _own_flags() -> Iterator[None]:
     """cuDNN allowed and nothing deterministic, whatever the program has set."""
-    enabled, deterministic = _C._get_cudnn_enabled(), _C._get_cudnn_deterministic()
-    strict, warn_only = _C._get_deterministic_algorithms(), _C._get_deterministic_algorithms_warn_only()
-    _C._set_cudnn_enabled(True)
-    _C._set_cudnn_deterministic(False)
-    _C._set_deterministic_algorithms(False)
-    try:
+    with ExitStack() as undo:
+        for get, put, wanted in _FLAGS:
+            if hasattr(_C, get) and hasattr(_C, put):
+                undo.callback(getattr(_C, put), getattr(_C, get)())
+                getattr(_C, put)(wanted)
+        strict = getattr(_C, "_get_deterministic_algorithms", None)
+        if strict is not None and strict():
+            undo.callback(
+                _C._set_deterministic_algorithms, True, warn_only=_C._get_deterministic_algorithms_warn_only()
+            )
+            _C._set_deterministic_algorithms(False)
         yield
-    finally:
-        _C._set_cudnn_enabled(enabled)
-        _C._set_cudnn_deterministic(deterministic)
-        _C._set_deterministic_algorithms(strict, warn_only=warn_only)
+
+
+_FLAGS = (
+    ("_get_cudnn_enabled", "_set_cudnn_enabled", True),
+    ("_get_cudnn_deterministic", "_set_cudnn_deterministic", False),
+)
 
 
 # -- what is asked -------------------------------------------------------------------------------------------------

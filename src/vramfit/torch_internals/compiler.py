@@ -34,6 +34,7 @@ from torch._inductor.runtime.hints import DeviceProperties
 from vramfit.torch_internals.names import Feature
 
 __all__ = [
+    "MAKING_OPTIMIZER_STATES",
     "CheckFunctionManager",
     "ConvertFrameReturn",
     "CustomGraphPass",
@@ -69,6 +70,8 @@ __all__ = [
 _FEATURE = Feature("compiled programs")
 
 compile_graph_inner = _FEATURE.place("torch._inductor.compile_fx._compile_fx_inner")
+MAKING_OPTIMIZER_STATES = "_init_group"
+"""The method of optimizers that gathers what a group has, and makes the states that it lacks."""
 skipped_folders: list[str] = trace_rules.SKIP_DIRS
 """Beginnings of paths whose frames Dynamo leaves alone."""
 

@@ -10,8 +10,8 @@ import torch
 from vramfit.patching import PatchStack
 from vramfit.torch_internals.names import Feature
 
-_FEATURE = Feature("torch.cuda as a program finds it on a card")
-_SENSORS = Feature("what torch asks of NVML")
+FEATURE = Feature("showing programs torch.cuda as on a card")
+SENSORS = Feature("answering what torch asks NVML")
 _LIBRARIES = Feature("torch.backends as on a card")
 
 C: Any = torch._C
@@ -22,44 +22,44 @@ has_cuda: bool = C._has_cuda
 
 # -- what is kept in Python about devices (torch/cuda/__init__.py) --------------------------------------------
 
-initialized = _FEATURE.place("torch.cuda._initialized")
-queued_calls = _FEATURE.place("torch.cuda._queued_calls")
-lazy_seed_tracker = _FEATURE.place("torch.cuda._lazy_seed_tracker")
-get_device_properties = _FEATURE.place("torch.cuda._get_device_properties")
-in_bad_fork = _FEATURE.place("torch.cuda._is_in_bad_fork")
-exchange_device = _FEATURE.place("torch.cuda._exchange_device")
-maybe_exchange_device = _FEATURE.place("torch.cuda._maybe_exchange_device")
-cached_device_count = _FEATURE.place("torch.cuda._cached_device_count")
-lazy_initialization = _FEATURE.place("torch.cuda._lazy_init")
-fork_rng_warned = _FEATURE.place("torch.random._fork_rng_warned_already")
-gpu_context = _FEATURE.place("torch._subclasses.fake_tensor.init_gpu_context")
+initialized = FEATURE.place("torch.cuda._initialized")
+queued_calls = FEATURE.place("torch.cuda._queued_calls")
+lazy_seed_tracker = FEATURE.place("torch.cuda._lazy_seed_tracker")
+get_device_properties = FEATURE.place("torch.cuda._get_device_properties")
+in_bad_fork = FEATURE.place("torch.cuda._is_in_bad_fork")
+exchange_device = FEATURE.place("torch.cuda._exchange_device")
+maybe_exchange_device = FEATURE.place("torch.cuda._maybe_exchange_device")
+cached_device_count = FEATURE.place("torch.cuda._cached_device_count")
+lazy_initialization = FEATURE.place("torch.cuda._lazy_init")
+fork_rng_warned = FEATURE.place("torch.random._fork_rng_warned_already")
+gpu_context = FEATURE.place("torch._subclasses.fake_tensor.init_gpu_context")
 """Wakes up a real card before fake tensors are made (torch/_subclasses/fake_tensor.py)."""
 
-device_count_by_nvml = _SENSORS.place("torch.cuda._device_count_nvml")
-raw_device_count_by_nvml = _SENSORS.place("torch.cuda._raw_device_count_nvml")
-raw_uuids_by_nvml = _SENSORS.place("torch.cuda._raw_device_uuid_nvml")
+device_count_by_nvml = SENSORS.place("torch.cuda._device_count_nvml")
+raw_device_count_by_nvml = SENSORS.place("torch.cuda._raw_device_count_nvml")
+raw_uuids_by_nvml = SENSORS.place("torch.cuda._raw_device_uuid_nvml")
 
 properties_classes = (
-    _FEATURE.place("torch._C._CudaDeviceProperties"),
-    _FEATURE.place("torch.cuda._CudaDeviceProperties"),
+    FEATURE.place("torch._C._CudaDeviceProperties"),
+    FEATURE.place("torch.cuda._CudaDeviceProperties"),
 )
 """A C class without a constructor (CUDA build) or a dummy (CPU build)."""
 
-built_with_cuda = _FEATURE.place("torch._C._has_cuda")
-built_with_magma = _FEATURE.place("torch._C._has_magma")
-stream_base = _FEATURE.place("torch._C._CudaStreamBase")
-event_base = _FEATURE.place("torch._C._CudaEventBase")
-graph_base = _FEATURE.place("torch._C._CUDAGraph")
-pool_base = _FEATURE.place("torch._C._MemPool")
+built_with_cuda = FEATURE.place("torch._C._has_cuda")
+built_with_magma = FEATURE.place("torch._C._has_magma")
+stream_base = FEATURE.place("torch._C._CudaStreamBase")
+event_base = FEATURE.place("torch._C._CudaEventBase")
+graph_base = FEATURE.place("torch._C._CUDAGraph")
+pool_base = FEATURE.place("torch._C._MemPool")
 
 # -- libraries ---------------------------------------------------------------------------------------------------
 
-runtimes = (_FEATURE.place("torch._C._cudart"), _FEATURE.place("torch.cuda._cudart"))
+runtimes = (FEATURE.place("torch._C._cudart"), FEATURE.place("torch.cuda._cudart"))
 nvtx = (_LIBRARIES.place("torch._C._nvtx"), _LIBRARIES.place("torch.cuda.nvtx._nvtx"))
 profiler_activities = _LIBRARIES.place("torch.autograd.profiler._supported_activities")
 built_with_cudnn = _LIBRARIES.place("torch._C._has_cudnn")
 cudnn_module = _LIBRARIES.place("torch._C._cudnn")
-AcceleratorError: Any = _FEATURE.find("torch._C.AcceleratorError")
+AcceleratorError: Any = FEATURE.find("torch._C.AcceleratorError")
 
 CUDNN_VERSION = "__cudnn_version"
 """Where torch/backends/cudnn/__init__.py remembers cuDNN's version once it has read it."""
@@ -91,7 +91,7 @@ def seed_tracker() -> Any:
 def cached_answers() -> list[Any]:
     """Functions that forget what torch remembers of the devices; some releases remember more than others."""
     caches = (
-        _FEATURE.find("torch.cuda._check_bf16_tensor_supported"),
+        FEATURE.find("torch.cuda._check_bf16_tensor_supported"),
         torch.get_device_module,
         getattr(torch.accelerator, "get_device_capability", None),
     )
@@ -103,9 +103,15 @@ def nvtx_module() -> Any:
     return getattr(torch.cuda.nvtx, "_nvtx", None)
 
 
+def has_nvtx() -> bool:
+    """Whether ``torch.cuda.nvtx`` calls the library rather than a stand-in that raises."""
+    return type(nvtx_module()).__name__ not in ("_NVTXStub", "NoneType")
+
+
 def preferred_blas_backend() -> Any:
     """Which library multiplies matrices; on a CPU build the facade answers."""
-    return C._get_blas_preferred_backend()
+    ask = getattr(C, "_get_blas_preferred_backend", None)
+    return None if ask is None else ask()
 
 
 def default_device_context() -> Any:

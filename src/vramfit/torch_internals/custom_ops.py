@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch._library.fake_impl import FakeImplCtx as FakeImplCtx
-
 from vramfit.torch_internals.names import Feature
 
 _FEATURE = Feature("operators that programs register")
 
+FakeImplCtx: Any = _FEATURE.find("torch._library.fake_impl.FakeImplCtx")
 _DEFINITIONS: Any = _FEATURE.find("torch._library.custom_ops.OPDEFS")
 set_fake_context_getter: Any = _FEATURE.find("torch._library.fake_impl.set_ctx_getter")
 simple_registry: Any = _FEATURE.find("torch._library.simple_registry")

@@ -46,3 +46,6 @@ variable_functions: Any = _FEATURE.find("torch._C._VariableFunctions")
 VF: Any = _RECURRENT.find("torch._VF")
 nn_functions: Any = _FEATURE.find("torch._C._nn")
 """The module of C++ behind ``torch.nn.functional``."""
+
+CURRENT_MODE = "_get_current_dispatch_mode"
+"""The function of torch/utils/_python_dispatch.py, as modules of torch bind it."""

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch._C._distributed_c10d import Store as Store
 from torch.distributed import distributed_c10d
 
 from vramfit.torch_internals.names import Feature
 from vramfit.torch_internals.releases import at_least
 
-_GROUPS = Feature("process groups")
-_OBJECTS = Feature("Python objects that ranks exchange")
+GROUPS = Feature("process groups")
+OBJECTS = Feature("Python objects that ranks exchange")
 DDP = Feature("DistributedDataParallel's buckets")
 FSDP = Feature("FSDP's gather buffers and unsharded parameters")
 DTENSOR = Feature("DTensor, on which FSDP2 and tensor parallelism stand")
@@ -20,23 +19,24 @@ CHECKPOINTS = Feature("distributed checkpoints")
 
 # -- groups (torch/csrc/distributed/c10d/init.cpp, torch/distributed/distributed_c10d.py) ---------------------
 
-c10d: Any = _GROUPS.find("torch._C._distributed_c10d")
+c10d: Any = GROUPS.find("torch._C._distributed_c10d")
 """The module of C++ classes and functions."""
 
-FakeProcessGroup: Any = _GROUPS.find("torch._C._distributed_c10d.FakeProcessGroup")
-HashStore: Any = _GROUPS.find("torch._C._distributed_c10d.HashStore")
-Logger: Any = _GROUPS.find("torch._C._distributed_c10d.Logger")
-SymmetricMemory: Any = _GROUPS.find("torch._C._distributed_c10d._SymmetricMemory")
-Reducer: Any = _GROUPS.find("torch._C._distributed_c10d.Reducer")
-AsyncCollectiveTensor: Any = _GROUPS.find("torch.distributed._functional_collectives.AsyncCollectiveTensor")
+Store: Any = GROUPS.find("torch._C._distributed_c10d.Store")
+FakeProcessGroup: Any = GROUPS.find("torch._C._distributed_c10d.FakeProcessGroup")
+HashStore: Any = GROUPS.find("torch._C._distributed_c10d.HashStore")
+Logger: Any = GROUPS.find("torch._C._distributed_c10d.Logger")
+SymmetricMemory: Any = GROUPS.find("torch._C._distributed_c10d._SymmetricMemory")
+Reducer: Any = GROUPS.find("torch._C._distributed_c10d.Reducer")
+AsyncCollectiveTensor: Any = GROUPS.find("torch.distributed._functional_collectives.AsyncCollectiveTensor")
 
-resolve_process_group: Any = _GROUPS.find("torch._C._distributed_c10d._resolve_process_group")
-work_from_future: Any = _GROUPS.find("torch._C._distributed_c10d._create_work_from_future")
-new_group_helper = _GROUPS.place("torch.distributed.distributed_c10d._new_process_group_helper")
-group_wrapper = _GROUPS.place("torch.distributed.distributed_c10d._create_process_group_wrapper")
-store_barrier = _GROUPS.place("torch.distributed.distributed_c10d._store_based_barrier")
-nccl_available = _GROUPS.place("torch.distributed.distributed_c10d._NCCL_AVAILABLE")
-store_at_address = _GROUPS.place("torch.distributed.rendezvous._create_c10d_store")
+resolve_process_group: Any = GROUPS.find("torch._C._distributed_c10d._resolve_process_group")
+work_from_future: Any = GROUPS.find("torch._C._distributed_c10d._create_work_from_future")
+new_group_helper = GROUPS.place("torch.distributed.distributed_c10d._new_process_group_helper")
+group_wrapper = GROUPS.place("torch.distributed.distributed_c10d._create_process_group_wrapper")
+store_barrier = GROUPS.place("torch.distributed.distributed_c10d._store_based_barrier")
+nccl_available = GROUPS.place("torch.distributed.distributed_c10d._NCCL_AVAILABLE")
+store_at_address = GROUPS.place("torch.distributed.rendezvous._create_c10d_store")
 """Makes the store of ``env://`` and ``tcp://``."""
 
 
@@ -85,7 +85,7 @@ def backend_of(group: Any, device: Any) -> Any:
 
 # -- objects -----------------------------------------------------------------------------------------------------
 
-object_to_tensor = _OBJECTS.place("torch.distributed.distributed_c10d._object_to_tensor")
+object_to_tensor = OBJECTS.place("torch.distributed.distributed_c10d._object_to_tensor")
 
 
 def object_device(group: Any) -> Any:

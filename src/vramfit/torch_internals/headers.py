@@ -21,11 +21,13 @@ class Declared:
 
     Attributes:
         slots: the slot of each method, without those that are declared twice.
+        several: the methods that are.
         length: how many slots there are; None where that is not certain.
     """
 
     slots: dict[str, int]
     length: int | None
+    several: frozenset[str] = frozenset()
 
 
 def declared(*places: tuple[str, str], include: Path | None = None) -> Declared:
@@ -45,16 +47,20 @@ def declared(*places: tuple[str, str], include: Path | None = None) -> Declared:
             above = set(order)
             for method in _methods(_body(_header(folder / header), name)):
                 if method in above and method != _DESTRUCTOR:
-                    return Declared(slots=_single(order), length=None)
+                    return Declared(slots=_single(order), length=None, several=_several(order))
                 if method != _DESTRUCTOR or _DESTRUCTOR not in above:
                     order += [method] * (_DESTRUCTOR_SLOTS if method == _DESTRUCTOR else 1)
     except (OSError, LookupError):
         return Declared(slots={}, length=None)
-    return Declared(slots=_single(order), length=len(order) or None)
+    return Declared(slots=_single(order), length=len(order) or None, several=_several(order))
 
 
 def _single(order: list[str]) -> dict[str, int]:
     return {name: slot for slot, name in enumerate(order) if order.count(name) == 1}
+
+
+def _several(order: list[str]) -> frozenset[str]:
+    return frozenset(name for name in order if name != _DESTRUCTOR and order.count(name) > 1)
 
 
 def _header(path: Path) -> str:

@@ -6,19 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
-from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
-from torch.nn.modules.dropout import _DropoutNd
 
 from vramfit.torch_internals.names import Feature
 
 _FEATURE = Feature("telling layers apart")
 
-BatchNorm = _BatchNorm
-NormBase = _NormBase
-ConvNd = _ConvNd
-ConvTransposeNd = _ConvTransposeNd
-DropoutNd = _DropoutNd
+BatchNorm: Any = _FEATURE.find("torch.nn.modules.batchnorm._BatchNorm")
+NormBase: Any = _FEATURE.find("torch.nn.modules.batchnorm._NormBase")
+ConvNd: Any = _FEATURE.find("torch.nn.modules.conv._ConvNd")
+ConvTransposeNd: Any = _FEATURE.find("torch.nn.modules.conv._ConvTransposeNd")
+DropoutNd: Any = _FEATURE.find("torch.nn.modules.dropout._DropoutNd")
 
 global_backward_hooks: Any = _FEATURE.find("torch.nn.modules.module._global_backward_hooks")
 global_forward_hooks: Any = _FEATURE.find("torch.nn.modules.module._global_forward_hooks")

@@ -105,6 +105,20 @@ class Absent:
             raise AttributeError(name)  # copy, pickle and inspect ask for protocols that it does not have
         self._refuse()
 
+    def __instancecheck__(self, instance: object) -> bool:
+        return False  # nothing is of a class that is not there
+
+    def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type]:
+        """A class that builds on one that is missing can be defined, and no object of it be made."""
+
+        def refuse(*_: Any, **__: Any) -> Any:
+            self._refuse()
+
+        return (type(repr(self), (), {"__new__": refuse}),)
+
+    def __getitem__(self, key: object) -> Any:
+        self._refuse()
+
     def __iter__(self) -> Iterator[Any]:
         self._refuse()
 
@@ -185,10 +199,18 @@ class _Group(PatchStack):
 
     def set(self, obj: Any, name: str, value: Any) -> None:
         """As `PatchStack.set`; a name that is missing in torch is noted and left out."""
-        if _of_torch(obj) and not hasattr(obj, name):
+        if _of_torch(obj) and not _has(obj, name):
             self._feature.lack(f"{_path_of(obj)}.{name}")
         else:
             super().set(obj, name, value)
+
+
+_NOTHING = object()
+
+
+def _has(obj: Any, name: str) -> bool:
+    """Whether an object has a name, also one that it cannot answer without a card."""
+    return inspect.getattr_static(obj, name, _NOTHING) is not _NOTHING or hasattr(obj, name)
 
 
 @contextmanager
@@ -244,14 +266,22 @@ def change_after_import(
     after_import({name: guarded(change) for name, change in changes.items()}, patches)
 
 
-def in_signature_of(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
+def in_signature_of(
+    feature: Feature, original: Callable[..., Any], replacement: Callable[..., Any]
+) -> Callable[..., Any]:
     """A replacement that takes what the installed torch's own function takes.
 
     Arguments reach the replacement by the names that torch gives them. Those that it has no parameter for, which a
-    later release has added, are left out.
+    later release has added, are left out. Where torch's function lacks one that the replacement cannot do without, that
+    is noted and torch's own is given back.
     """
     signature = inspect.signature(original)
-    wanted = frozenset(inspect.signature(replacement).parameters)
+    ours = inspect.signature(replacement).parameters
+    wanted = frozenset(ours)
+    needed = {name for name, one in ours.items() if one.default is inspect.Parameter.empty}
+    if gone := sorted(needed - frozenset(signature.parameters)):
+        feature.lack(f"{original.__module__}.{original.__qualname__}({', '.join(gone)})")
+        return original
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -49,7 +49,8 @@ class TableNames:
 
     def has(self, name: str) -> bool:
         """Whether this torch has such a method at all, as far as symbols and headers say."""
-        return name in self.declared.slots or any(name in entry.values() for entry in self.symbols)
+        declared = name in self.declared.slots or name in self.declared.several
+        return declared or any(name in entry.values() for entry in self.symbols)
 
     def slot(self, name: str) -> int:
         """The entry of a method.
@@ -71,7 +72,10 @@ class TableNames:
         if len(entries) == 1:
             return entries[0]
         raise self._refusal(
-            name, "has several entries" if entries else "is named by nothing that torch ships"
+            name,
+            "has several entries"
+            if entries or name in self.declared.several
+            else "is named by nothing that torch ships",
         )
 
     def by_symbol(self, name: str) -> list[int]:

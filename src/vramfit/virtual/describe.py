@@ -188,7 +188,9 @@ def is_plain(func: OpOverload) -> bool:
     """Whether FakeTensorMode describes an op by its kernel for the meta device, whatever its (plain) arguments are."""
     if func in _VIEWS:
         return True
-    if func.namespace != "aten" or not _UNFIT.isdisjoint(func.tags) or stride_incorrect_op(func):
+    if func.namespace != "aten" or not _UNFIT.isdisjoint(func.tags) or not stride_incorrect_op:
+        return False
+    if stride_incorrect_op(func):
         return False
     if any(argument.alias_info and argument.alias_info.is_write for argument in func._schema.arguments):
         return False

@@ -24,7 +24,7 @@ import torch
 from vramfit.capture.ops import OpTable, identity, kinds_among, tensors_in
 from vramfit.gpus import find_gpu
 from vramfit.patching import PatchStack
-from vramfit.torch_internals import cuda_device
+from vramfit.torch_internals import cuda_device, dispatch
 from vramfit.torch_internals.autograd_engine import current_graph_task_id
 from vramfit.torch_internals.dispatch import DispatchKey, OpOverload
 from vramfit.torch_internals.fake_tensors import FakeTensor, device_of
@@ -46,7 +46,6 @@ _PRIM_DEVICE = torch.ops.prim.device.default
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, FakeTensor})
 _ADD = torch.ops.aten.add.Tensor
 _task = current_graph_task_id
-_CURRENT_MODE = "_get_current_dispatch_mode"
 
 
 class VirtualMode(OpRunner):
@@ -182,8 +181,8 @@ def _others(types: Any, twins: Twins) -> tuple[type, ...]:
 def _unnoticed(dense: Any) -> Iterator[None]:
     """Hide our mode from the plain form of an operator over functions: several insist that there is no mode."""
     with PatchStack() as patches:
-        if _CURRENT_MODE in dense.__globals__:
-            patches.item(dense.__globals__, _CURRENT_MODE, lambda: None)
+        if dispatch.CURRENT_MODE in dense.__globals__:
+            patches.item(dense.__globals__, dispatch.CURRENT_MODE, lambda: None)
         yield
 
 

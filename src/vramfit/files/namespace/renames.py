@@ -61,6 +61,8 @@ def keep_holes(patches: PatchStack) -> None:
             _copy_data(source.fileno(), target.fileno())
 
     patches.set(shutil, "_fastcopy_sendfile", copy)
+    if hasattr(shutil, "_USE_CP_COPY_FILE_RANGE"):  # from Python 3.14 on it comes first, and fills holes
+        patches.set(shutil, "_USE_CP_COPY_FILE_RANGE", False)
 
 
 def copy_upper(source: str, target: str) -> None:

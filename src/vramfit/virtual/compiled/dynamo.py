@@ -82,7 +82,7 @@ def _patch_optimizers(mode: OpRunner, patches: PatchStack) -> None:
     original = OptimizerVariable.call_method
 
     def call_method(self: Any, tx: Any, name: str, *args: Any, **kwargs: Any) -> Any:
-        make = getattr(self.value, name, None) if name == "_init_group" else None
+        make = getattr(self.value, name, None) if name == compiler.MAKING_OPTIMIZER_STATES else None
         if make is None:
             return original(self, tx, name, *args, **kwargs)
 

@@ -82,22 +82,22 @@ class _Asked:
     bounded: bool
 
 
-class _Sizes(FakeImplCtx):
+class _Sizes(FakeImplCtx):  # type: ignore[misc]  # torch's, looked up by its path
     """The context of a fake implementation: gives assumed sizes, and reports afterwards what they were."""
 
     def __init__(self, mode: OpRunner, func: OpOverload, bound: int, *, binding: bool) -> None:
-        super().__init__(mode.fake, func)  # type: ignore[no-untyped-call]
+        super().__init__(mode.fake, func)
         self._mode, self._name = mode, func.name()
         self.bound = bound
         self.binding = binding  # the operator gives no more than `bound`, whatever else it says
         self._asked: list[_Asked] = []
         self._fewer: int | None = None
 
-    def create_unbacked_symint(self, *, min: int = _SPECIALISED, max: int | None = None) -> int:  # type: ignore[override]
+    def create_unbacked_symint(self, *, min: int = _SPECIALISED, max: int | None = None) -> int:
         """The older name; its default minimum is no statement of the operator."""
         return self.new_dynamic_size(min=0 if min == _SPECIALISED else min, max=max)
 
-    def new_dynamic_size(self, *, min: int = 0, max: int | None = None) -> int:  # type: ignore[override]
+    def new_dynamic_size(self, *, min: int = 0, max: int | None = None) -> int:
         """An assumed size between two bounds.
 
         Raises:

@@ -312,9 +312,8 @@ def _patch_splitting(patches: PatchStack) -> None:
                 )
         return mine
 
-    patches.rebind(
-        [(distributed_c10d.split_group, in_signature_of(distributed_c10d.split_group, split_group))]
-    )
+    original = distributed_c10d.split_group
+    patches.rebind([(original, in_signature_of(internals.GROUPS, original, split_group))])
 
 
 def _destroy_afterwards(communicators: Communicators, patches: PatchStack) -> None:

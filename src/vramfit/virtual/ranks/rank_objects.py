@@ -28,7 +28,9 @@ def install(mode: OpRunner, place: RankPlace, mailbox: Mailbox, patches: PatchSt
             (c10d.send_object_list, objects.send),
             (c10d.recv_object_list, objects.receive),
         ]
-        patches.rebind([(original, in_signature_of(original, ours)) for original, ours in pairs])
+        patches.rebind(
+            [(original, in_signature_of(distributed.OBJECTS, original, ours)) for original, ours in pairs]
+        )
 
 
 def _follow_bytes(mode: OpRunner, patches: PatchStack) -> None:

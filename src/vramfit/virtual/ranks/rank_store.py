@@ -14,7 +14,7 @@ from vramfit.torch_internals.distributed import Store
 from vramfit.virtual.ranks.rank_place import RankPlace
 
 
-class RankStore(Store):
+class RankStore(Store):  # type: ignore[misc]  # torch's, looked up by its path
     """A store in this process alone.
 
     Raises:

@@ -76,10 +76,12 @@ class CpuBuildFunctions(CFunctions):
 
     def __init__(self, machine: Machine) -> None:
         super().__init__(machine)
-        self.linalg = LinalgBackend.Default
+        self.linalg = LinalgBackend.Default if LinalgBackend else None
         # ATen/Context.h, blas_preferred_backend
         preferred = os.environ.get("TORCH_BLAS_PREFER_CUBLASLT") == "1"
-        self.blas = BlasBackend.Cublaslt if preferred else BlasBackend.Cublas
+        self.blas = None
+        if BlasBackend:
+            self.blas = BlasBackend.Cublaslt if preferred else BlasBackend.Cublas
 
     def _get_linalg_preferred_backend(self) -> Any:
         return self.linalg
@@ -140,7 +142,7 @@ def patch_backends(functions: BackendFunctions, patches: PatchStack) -> None:
     machine = functions.machine
     if not cuda_device.has_cuda:
         for name, function in CpuBuildFunctions(machine).functions().items():
-            patches.set(C, name, function)
+            patches.supply(C, name, function)
         _patch_cudnn(functions, patches)
         return
     # On a CUDA build its own cuDNN answers; torch remembers its version once it has read it.

@@ -265,7 +265,7 @@ def _patch_sensors(machine: Machine, patches: PatchStack) -> None:
     for name, answer in answers.items():
         original = getattr(torch.cuda, name, None)
         if original is not None:
-            answers[name] = in_signature_of(original, answer)
+            answers[name] = in_signature_of(cuda_device.SENSORS, original, answer)
             patches.set(torch.cuda, name, answers[name])
     patches.set(torch.cuda.memory, "list_gpu_processes", answers["list_gpu_processes"])
 

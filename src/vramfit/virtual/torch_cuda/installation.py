@@ -15,14 +15,14 @@ from __future__ import annotations
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from types import CodeType, ModuleType
 from typing import Any
 
 import torch
 
 from vramfit.patching import PatchStack
-from vramfit.torch_internals import cuda_bindings
+from vramfit.torch_internals import cuda_bindings, cuda_device, names
 from vramfit.torch_internals.real_tensors import refuse_real_tensors
 from vramfit.virtual.machine import Machine
 from vramfit.virtual.torch_cuda.backends import BackendFunctions, patch_backends
@@ -75,21 +75,29 @@ def install(machine: Machine, patches: PatchStack) -> None:
     patches.rebind(pairs)
     cuda_bindings.hide(patches)
     patches.rebind(_made_anew(torch.cuda.streams, ("Stream", "ExternalStream", "Event"), patches))
-    names = (
+    for step in (
+        _install_graphs,
+        partial(patch_devices, devices),
+        partial(patch_backends, backends),
+        partial(patch_memory, machine),
+        partial(patch_extras, machine),
+        patch_legacy_tensors,
+        patch_refused,
+    ):
+        names.attempt(cuda_device.FEATURE, patches, step)
+
+
+def _install_graphs(patches: PatchStack) -> None:
+    graphs = (
         "CUDAGraph",
         "graph",
         "make_graphed_callables",
         "is_current_stream_capturing",
         "graph_pool_handle",
     )
-    patches.rebind(_made_anew(torch.cuda.graphs, names, patches, _dump_graph_dot=dump_nothing))
-    patches.rebind([(torch.cuda.MemPool, MemPool)])
-    patch_devices(devices, patches)
-    patch_backends(backends, patches)
-    patch_memory(machine, patches)
-    patch_extras(machine, patches)
-    patch_legacy_tensors(patches)
-    patch_refused(patches)
+    patches.rebind(_made_anew(torch.cuda.graphs, graphs, patches, _dump_graph_dot=dump_nothing))
+    if hasattr(torch.cuda, "MemPool"):
+        patches.rebind([(torch.cuda.MemPool, MemPool)])
 
 
 def _replaced(name: str, new: Any) -> Pairs:

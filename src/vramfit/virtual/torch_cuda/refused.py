@@ -60,7 +60,7 @@ def patch_refused(patches: PatchStack) -> None:
             patches.set(real_card.utilities, name, compiles)
     if real_card.GREEN_CONTEXT in vars(C):
         own = getattr(C, real_card.GREEN_CONTEXT)
-        patches.set(C, real_card.GREEN_CONTEXT, GreenContext)
+        patches.supply(C, real_card.GREEN_CONTEXT, GreenContext)
         patches.rebind([(own, GreenContext)])
 
 
