@@ -167,3 +167,12 @@ def test_real_tensors_are_refused_until_the_undo(monkeypatch: pytest.MonkeyPatch
     if CUDA_BUILD and not torch.cuda.is_available():
         with pytest.raises(RuntimeError, match="driver"):
             torch.empty(3, device="cuda")
+
+
+@pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="a CPU build keeps no such preference")
+def test_preferred_libraries_are_as_before_afterwards() -> None:
+    before = torch._C._get_blas_preferred_backend(), torch._C._get_linalg_preferred_backend()
+    with VirtualGPU("RTX 4090"):
+        torch.backends.cuda.preferred_blas_library("cublaslt")
+        torch.backends.cuda.preferred_linalg_library("cusolver")
+    assert (torch._C._get_blas_preferred_backend(), torch._C._get_linalg_preferred_backend()) == before

@@ -9,6 +9,7 @@ from enum import Enum
 from vramfit.analysis._phases import growth, phases
 from vramfit.analysis.breakdown import Breakdown, Moment, at, oom_row, peak
 from vramfit.analysis.shortage import LARGER_CARD, Shortage, context_alone
+from vramfit.analysis.uncompiled import RAN_EAGERLY, uncompiled_bar
 from vramfit.gpus import GpuKind, GpuSpec, catalogue
 from vramfit.trace import (
     NO_BAR,
@@ -28,6 +29,9 @@ NO_CARD = -1
 _ROOM = 1.03  # contexts and allocators differ a little from card to card
 _LARGER = 1.05
 """How much larger a card must be to be offered in place of one that ran out."""
+
+_UNBOUNDED = ("size-without-bound", "op-without-rule", RAN_EAGERLY)
+"""Warnings after which the error bar is none that must hold."""
 
 VARIES = 130 * MIB
 """By how much the memory of a card differs from driver to driver: NVML of three cards, each under a driver of its own,
@@ -118,7 +122,8 @@ class Verdict:
         grows_by: bytes by which what every iteration holds grows from one to the next; 0 where nothing leaks.
         runs_out_at: the iteration about which memory runs out if it goes on growing; None where nothing leaks, or
             memory ran out already.
-        bounded: every size that depends on data lies within the error bar; False where nothing bounds one.
+        bounded: the error bar holds all that was not followed; False where nothing bounds a size that depends on data,
+            where an op has no rule, and where what is to be compiled ran eagerly.
     """
 
     outcome: Outcome
@@ -155,10 +160,13 @@ class Verdict:
 
     @property
     def certain(self) -> bool:
+        """Whether the answer stays the same over the whole error bars of the peaks, and these bars hold."""
+        return self.bounded and self.within_bar
+
+    @property
+    def within_bar(self) -> bool:
         """Whether the answer stays the same over the whole error bars of the peaks, allocated and reserved."""
         device = self.device
-        if not self.bounded:
-            return False
         if self.outcome is Outcome.DOES_NOT_FIT:
             return not device.reserved_bar.serves and self.needed - device.error_below > device.total
         fits = self.outcome in (Outcome.FITS, Outcome.FITS_SO_FAR)
@@ -182,7 +190,7 @@ def verdict(run: Run, *, tensors: int = 100, cards: Iterable[GpuSpec] | None = N
     goes_on = grown.is_leak and found.fits is not False
     return replace(
         found,
-        bounded=all(warning.code != "size-without-bound" for warning in run.warnings),
+        bounded=all(warning.code not in _UNBOUNDED for warning in run.warnings),
         close=run.source is not Source.CARD and _is_close(found),
         grows_by=(grown.per_iteration or 0) if grown.is_leak else 0,
         runs_out_at=grown.runs_out_at(found.device.headroom) if goes_on and found.device.total else None,
@@ -279,6 +287,13 @@ def _device(run: Run, found: DeviceOutcome, ran_out: bool, tensors: int) -> Devi
         breakdown = peak(run.trace, found.index, tensors=tensors)
     else:
         breakdown = _with_request(at(run.trace, row, found.index, tensors=tensors), run.oom)
+    bar = reserved_bar(run.trace, found.index, run.estimates)
+    below, above = uncompiled_bar(run.warnings, breakdown.categories)
+    if below or above:
+        failed = run.oom is not None and run.oom.device == found.index
+        bar = ReservedBar(
+            below=bar.below + below, above=bar.above + above, serves=bar.serves or (ran_out and failed)
+        )
     return DeviceVerdict(
         index=found.index,
         gpu=found.gpu,
@@ -289,9 +304,9 @@ def _device(run: Run, found: DeviceOutcome, ran_out: bool, tensors: int) -> Devi
         peak_active=found.peak_active_bytes,
         headroom=found.total_bytes - found.context_bytes - found.peak_reserved_bytes,
         breakdown=breakdown,
-        error_below=found.error_below_bytes,
-        error_above=found.error_above_bytes,
-        reserved_bar=reserved_bar(run.trace, found.index, run.estimates),
+        error_below=found.error_below_bytes + below,
+        error_above=found.error_above_bytes + above,
+        reserved_bar=bar,
     )
 
 

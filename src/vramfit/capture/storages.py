@@ -149,10 +149,14 @@ class StorageMeter(Generic[RecordT]):
 
     def record_of(self, tensor: torch.Tensor) -> RecordT | None:
         """The record behind a tensor, None when its storage is not followed."""
-        self.collect()  # a new storage may lie where a dead one lay
         if tensor.layout is not torch.strided:
             return None
-        return self._records.get(tensor.untyped_storage()._cdata)
+        return self.record_of_storage(tensor.untyped_storage())
+
+    def record_of_storage(self, storage: torch.UntypedStorage) -> RecordT | None:
+        """The record of a storage, None when it is not followed."""
+        self.collect()  # a new storage may lie where a dead one lay
+        return self._records.get(storage._cdata)
 
     def collect(self) -> None:
         """Return the blocks of all storages that have died since the last call."""

@@ -161,15 +161,17 @@ class _RunReport(Sections):
         device = verdict.device
         off = _off(device.reserved_bar.above, device.reserved_bar.below)
         allocated = _off(device.error_above, device.error_below)
-        if not (off or allocated):
-            return
-        peak = "the peak" if off else "the allocated peak"
-        text = f"  Some sizes are estimated: {peak} may be up to {off or allocated}."
-        if not verdict.certain:
-            fits = verdict.outcome is not Outcome.DOES_NOT_FIT
-            still = "then it does not fit" if fits else "then it fits this far"
-            text = f"{text[:-1]}; {still}."
-        yield from self.wrapped(Text(text, style="" if verdict.certain else "yellow"))
+        if off or allocated:
+            peak = "the peak" if off else "the allocated peak"
+            text = f"  Some sizes are estimated: {peak} may be up to {off or allocated}."
+            if not verdict.within_bar:
+                fits = verdict.outcome is not Outcome.DOES_NOT_FIT
+                still = "then it does not fit" if fits else "then it fits this far"
+                text = f"{text[:-1]}; {still}."
+            yield from self.wrapped(Text(text, style="" if verdict.certain else "yellow"))
+        if not verdict.bounded:
+            text = "  This is not certain: not all of the program was followed (see the warnings)."
+            yield from self.wrapped(Text(text, style="yellow"))
 
     def does_not_fit(self, run: Run, verdict: Verdict, where: str) -> Iterator[Text]:
         """Where it ran out, by how much, why, and what to try."""

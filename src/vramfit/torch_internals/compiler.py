@@ -31,6 +31,7 @@ from torch._inductor.fx_passes import pad_mm
 from torch._inductor.graph import GraphLowering as GraphLowering
 from torch._inductor.runtime.hints import DeviceProperties
 
+from vramfit.patching import PatchStack
 from vramfit.torch_internals.names import Feature
 
 __all__ = [
@@ -47,6 +48,7 @@ __all__ = [
     "compile_fx",
     "compile_graph_inner",
     "compile_under_modes",
+    "compute_no_constants",
     "convert_frame",
     "eval_frame",
     "flex_attention",
@@ -91,6 +93,13 @@ def compile_under_modes() -> None:
     if flag.exists and flag.get():
         setattr(flag.holder, flag.name, False)
         _FEATURE.find("torch._C._dynamo.guards.set_is_in_mode_without_ignore_compile_internals")(False)
+
+
+def compute_no_constants(patches: PatchStack) -> None:
+    """Keep tracers from working out, for real, what follows from constants of one element: it may lie on a card."""
+    limit = _FEATURE.place("torch.fx.experimental.proxy_tensor.CONSTANT_NUMEL_LIMIT")
+    if limit.exists:
+        limit.replace(patches, 0)
 
 
 def reset() -> None:

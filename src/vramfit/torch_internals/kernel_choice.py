@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+from vramfit.patching import PatchStack
 from vramfit.torch_internals.names import Feature
 
 _CALIBRATION = Feature("calibrating fused products of matrices")
@@ -20,6 +22,11 @@ get_sdp_priority_order: Any = _FEATURE.find("torch._C._get_sdp_priority_order")
 int_mm: Any = _CALIBRATION.find("torch._int_mm")
 scaled_mm: Any = _CALIBRATION.find("torch._scaled_mm")
 softmax: Any = _FEATURE.find("torch._softmax")
+
+_PREFERENCES: tuple[tuple[Any, Any], ...] = tuple(
+    tuple(_FEATURE.find(f"torch._C._{verb}_{library}_preferred_backend") for verb in ("get", "set"))
+    for library in ("blas", "linalg")
+)
 
 _SWITCHES: tuple[Any, ...] = tuple(
     _FEATURE.find(f"torch._C._get_{name}")
@@ -47,6 +54,13 @@ def takes_tf32(kind: str) -> bool:
 def attention_order() -> tuple[int, ...]:
     """The order in which attention's backends are tried; empty where torch does not say."""
     return tuple(get_sdp_priority_order()) if get_sdp_priority_order else ()
+
+
+def keep_preferred_libraries(patches: PatchStack) -> None:
+    """Put back at the undo which libraries a CUDA build prefers now: there torch itself keeps that, for the process."""
+    for get, put in _PREFERENCES:
+        if get and put:
+            patches.call(partial(put, get()))
 
 
 def is_cublaslt(backend: Any) -> bool:

@@ -27,7 +27,7 @@ from vramfit.patching import PatchStack
 from vramfit.torch_internals import cuda_device, dispatch
 from vramfit.torch_internals.autograd_engine import current_graph_task_id
 from vramfit.torch_internals.dispatch import DispatchKey, OpOverload
-from vramfit.torch_internals.fake_tensors import FakeTensor, device_of
+from vramfit.torch_internals.fake_tensors import FakeTensor, FakeTensorMode, device_of
 from vramfit.torch_internals.pytree import tree_leaves
 from vramfit.trace import Category, TraceBuilder
 from vramfit.virtual.checks import check_arguments
@@ -46,6 +46,8 @@ _PRIM_DEVICE = torch.ops.prim.device.default
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, FakeTensor})
 _ADD = torch.ops.aten.add.Tensor
 _task = current_graph_task_id
+_DENSE_KEYS = (DispatchKey.CompositeExplicitAutograd, DispatchKey.CUDA)
+"""Where an operator over functions has what runs on a card; those that draw random numbers have it for cards alone."""
 
 
 class VirtualMode(OpRunner):
@@ -130,12 +132,31 @@ class VirtualMode(OpRunner):
         """Operators over functions (out_dtype, cond, scan): on a card, the ops that torch makes of them there."""
         if not on_card:
             return func(*args, **kwargs)
-        if (dense := func.py_kernels.get(DispatchKey.CompositeExplicitAutograd)) is not None:
-            with self, _unnoticed(dense):
-                return dense(*args, **kwargs)
+        for key in _DENSE_KEYS:
+            if (dense := func.py_kernels.get(key)) is not None:
+                with self, _unnoticed(dense):
+                    return dense(*args, **kwargs)
+        return self._outlined(func, args, kwargs)
+
+    def _outlined(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An operator over functions of which only the results can be told: what it needs meanwhile is not counted.
+
+        Raises:
+            NotImplementedError: torch does not say what it gives either.
+        """
         message = f"the virtual GPU has no rule for the higher-order operator {func} yet"
-        self.machine.warn("op-without-rule", message)
-        raise NotImplementedError(f"vramfit: {message}")
+        describe = func.python_key_table.get(FakeTensorMode)
+        if describe is None:
+            self.machine.warn("op-without-rule", message)
+            raise NotImplementedError(f"vramfit: {message}")
+        self.machine.warn(
+            "op-without-rule", f"{message}: its results are counted, and not what it needs meanwhile"
+        )
+        out = describe(self.fake, *args, **kwargs)
+        for tensor in tensors_in(out if isinstance(out, tuple) else (out,)):
+            if type(tensor) is FakeTensor and tensor.fake_device.type == "cuda":
+                self.meter.adopt(tensor, str(func))
+        return out
 
     def _existing(self, device: torch.device) -> torch.device:
         """The device that a program means: the current one where it gives no number.

@@ -26,13 +26,14 @@ from vramfit.virtual.compiled.outside import Outside
 from vramfit.virtual.op_runner import OpRunner
 
 _COUNT = "set_fullgraph_compiled_frame_count"
-_PART_OF_PROGRAMS = "techniques"
+_PARTS_OF_PROGRAMS = ("techniques", "compiled_through.py")
 _OURS = tuple(
     str(part) + (os.sep if part.is_dir() else "")
     for part in sorted(Path(__file__).resolve().parents[2].iterdir())
-    if part.name != _PART_OF_PROGRAMS
+    if part.name not in _PARTS_OF_PROGRAMS
 )
-"""What lies in this package, but for techniques: what these put around a model's layers is compiled with them."""
+"""What lies in this package, but for what is compiled with a program: what techniques put around a model's layers, and
+what passes a compiler on to the original."""
 
 
 def install(mode: OpRunner, outside: Outside, patches: PatchStack) -> None:
@@ -44,9 +45,10 @@ def install(mode: OpRunner, outside: Outside, patches: PatchStack) -> None:
 
     def convert(self: Any, frame: Any, *rest: Any) -> Any:
         code = frame.f_code
+        if code is module_call:
+            return _skip(within=False)  # it is what torch's own method calls that a program compiles
         if code.co_filename.startswith(_OURS):
-            # Our frames are no part of the program, nor is what they call, except that modules are called through us.
-            return _skip(within=code is not module_call)
+            return _skip(within=True)  # our frames are no part of the program, nor is what they call
         try:
             with outside(), functorch_config.patch(enable_autograd_cache=False):
                 return original(self, frame, *rest)
@@ -64,6 +66,7 @@ def install(mode: OpRunner, outside: Outside, patches: PatchStack) -> None:
     # The mode is for the run, not for the compiler: a compiled program may run under it.
     patches.set(type(mode), "ignore_compile_internals", classmethod(lambda cls: True))
     compiler.compile_under_modes()
+    compiler.compute_no_constants(patches)
     compiler_inputs.take_inputs_of_other_modes(patches)
     patches.call(compiler.reset)  # what was compiled for virtual tensors fits no others
     compiler.skipped_folders.extend(_OURS)

@@ -15,7 +15,7 @@ import torch
 
 from vramfit.patching import PatchStack
 from vramfit.torch_internals import cuda_device
-from vramfit.torch_internals.kernel_choice import BlasBackend, LinalgBackend
+from vramfit.torch_internals.kernel_choice import BlasBackend, LinalgBackend, keep_preferred_libraries
 from vramfit.virtual.kernels import Blas, KernelContext, workspace_bytes
 from vramfit.virtual.machine import Machine
 from vramfit.virtual.torch_cuda.base import C, CFunctions
@@ -145,6 +145,7 @@ def patch_backends(functions: BackendFunctions, patches: PatchStack) -> None:
             patches.supply(C, name, function)
         _patch_cudnn(functions, patches)
         return
+    keep_preferred_libraries(patches)
     # On a CUDA build its own cuDNN answers; torch remembers its version once it has read it.
     front: Any = torch.backends.cudnn
     patches.keep(front.m, cuda_device.CUDNN_VERSION)

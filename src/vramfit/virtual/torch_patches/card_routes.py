@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from vramfit.compiled_through import standing_in
 from vramfit.patching import PatchStack
 from vramfit.torch_internals import dispatch
 from vramfit.torch_internals.dispatch import VF, has_kernel
@@ -132,7 +133,7 @@ def _patch_ctc_loss(patches: PatchStack) -> None:
             )
         return original(log_probs, targets, inputs, lengths, *args, **kw)
 
-    patches.set(torch, "ctc_loss", ctc_loss)
+    patches.set(torch, "ctc_loss", standing_in(original, ctc_loss))
 
 
 def _patch_one_hot(patches: PatchStack) -> None:
@@ -151,8 +152,9 @@ def _patch_one_hot(patches: PatchStack) -> None:
         out = torch.zeros((*tensor.shape, num_classes), dtype=torch.int64, device=tensor.device)
         return out.scatter_(-1, tensor.unsqueeze(-1), 1)
 
-    patches.set(torch.nn.functional, "one_hot", one_hot)
-    patches.set(dispatch.nn_functions, "one_hot", one_hot)
+    replaced = standing_in(original, one_hot)
+    patches.set(torch.nn.functional, "one_hot", replaced)
+    patches.set(dispatch.nn_functions, "one_hot", replaced)
 
 
 # -- Recurrent layers ------------------------------------------------------------------------------------------

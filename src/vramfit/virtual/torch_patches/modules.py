@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_lazy
 
 from vramfit.capture.attribution import ProgramPhase
+from vramfit.compiled_through import watched
 from vramfit.patching import PatchStack
 from vramfit.torch_internals.autograd_engine import current_graph_task_id
 from vramfit.torch_internals.fake_tensors import FakeTensor
@@ -192,18 +193,13 @@ def keep_virtual(
 
 def _patch_call(mode: OpRunner, patches: PatchStack) -> None:
     """Keep a stack of running modules, and see the forward phase begin."""
-    original = nn.Module.__call__
     modules, phases = mode.meter.modules, mode.meter.phases
 
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        root = modules.enter(self)
-        try:
-            if root and current_graph_task_id() == -1:
-                phases.begin(ProgramPhase.FORWARD)
-                mode.guesses.new_phase()
-            return original(self, *args, **kwargs)
-        finally:
-            modules.leave()
+    def enter(module: nn.Module) -> None:
+        if modules.enter(module) and current_graph_task_id() == -1:
+            phases.begin(ProgramPhase.FORWARD)
+            mode.guesses.new_phase()
 
+    call = watched(nn.Module.__call__, enter, modules.leave)
     mode.meter.stacks.follow_modules(modules, call.__code__)
     patches.set(nn.Module, "__call__", call)

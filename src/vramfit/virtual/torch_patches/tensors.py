@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from vramfit.compiled_through import standing_in
 from vramfit.patching import PatchStack
 from vramfit.torch_internals import dispatch
 from vramfit.torch_internals.cuda_device import gpu_context
@@ -103,9 +104,10 @@ def _patch_lists(mode: OpRunner, patches: PatchStack) -> None:
         _keep_within(mode, self, index)
         torch.Tensor.__setitem__(self, _index(mode, index), value)
 
-    patches.rebind([(original, tensor), (as_original, as_tensor)])
+    pairs = [(one, standing_in(one, ours)) for one, ours in ((original, tensor), (as_original, as_tensor))]
+    patches.rebind(pairs)
     builtins = script_builtins()  # by which torch.jit.script knows what it need not compile
-    for before, replaced in ((original, tensor), (as_original, as_tensor)):
+    for before, replaced in pairs:
         patches.item(builtins, id(replaced), builtins[id(before)])
     patches.set(FakeTensor, "new_tensor", new_tensor)
     patches.set(FakeTensor, "__getitem__", get)
@@ -307,9 +309,8 @@ def _patch_repr(mode: OpRunner, patches: PatchStack) -> None:
 
 
 def _record(mode: OpRunner, storage: torch.UntypedStorage) -> VirtualRecord | None:
-    if _DEVICE.__get__(storage).type != "meta":
-        return None
-    return mode.meter.record_of(_bytes(storage))
+    # By the storage itself: no tensor can be laid over one whose size is a symbol, as those of compilers are.
+    return mode.meter.record_of_storage(storage) if _DEVICE.__get__(storage).type == "meta" else None
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
