@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from pathlib import Path
 
 import pytest
@@ -161,3 +162,49 @@ def test_accelerate_tells_what_deepspeed_is_to_do(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr("accelerate.utils.launch.is_fp8_available", lambda: False)
     with pytest.raises(UsageError, match="accelerate launch: FP8 is not available"):
         launched(f"accelerate launch {options.replace('bf16', 'fp8')} train.py".split(), 8)
+
+
+@pytest.mark.parametrize(
+    ("options", "run_id", "restarts", "role"),
+    [
+        ("--nnodes 2 --nproc-per-node 8", "none", "0", "default"),
+        ("--nnodes 2 --rdzv-id job7 --max-restarts 3 --role trainer", "job7", "3", "trainer"),
+        ("--rdzv_backend=c10d --rdzv_endpoint=host:1 --rdzv_id=job8", "job8", "0", "default"),
+        ("--nnodes 1 --master-port 29501", "none", "0", "default"),
+    ],
+)
+def test_what_torchrun_is_told_of_a_job_reaches_its_script(
+    options: str, run_id: str, restarts: str, role: str
+) -> None:
+    found = launched(["torchrun", *options.split(), "train.py"], 8)
+    assert found is not None
+    assert found.environ == {
+        "TORCHELASTIC_RUN_ID": run_id,
+        "TORCHELASTIC_MAX_RESTARTS": restarts,
+        "ROLE_NAME": role,
+    }
+
+
+@pytest.mark.parametrize("options", ["", "--standalone --rdzv-id ignored"])
+def test_a_job_on_one_node_has_an_id_that_torchrun_makes_up(options: str) -> None:
+    first, again, other = (
+        launched(["torchrun", *options.split(), script], 8) for script in ("a.py", "a.py", "b.py")
+    )
+    assert first is not None and again is not None and other is not None
+    name = "TORCHELASTIC_RUN_ID"
+    assert uuid.UUID(first.environ[name]) == uuid.UUID(again.environ[name])
+    assert first.environ[name] != other.environ[name]
+
+
+def test_a_job_may_be_described_by_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PET_RDZV_ID", "job9")
+    monkeypatch.setenv("PET_MAX_RESTARTS", "5")
+    found = launched(["torchrun", "--nnodes", "2", "train.py"], 8)
+    assert found is not None
+    assert (found.environ["TORCHELASTIC_RUN_ID"], found.environ["TORCHELASTIC_MAX_RESTARTS"]) == ("job9", "5")
+
+
+def test_a_rank_finds_what_its_launcher_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job7")
+    found = RankPlace(rank=3, world_size=4).environment()
+    assert (found["TORCHELASTIC_RUN_ID"], found["TORCHELASTIC_MAX_RESTARTS"]) == ("job7", "0")

@@ -28,7 +28,7 @@ from vramfit.errors import UsageError
 from vramfit.patching import PatchStack
 from vramfit.torch_internals.fake_tensors import FakeTensor
 from vramfit.virtual.op_runner import OpRunner
-from vramfit.virtual.ranks.rank_place import ALONE, PORT, RankPlace
+from vramfit.virtual.ranks.rank_place import ALONE, PORT, RankPlace, elastic_variables
 
 _ONE = (
     "Run its ranks, vramfit run --ranks {processes}, or let it start one process (as it does where it asks "
@@ -184,6 +184,7 @@ def alone(command: list[str], gpus: int) -> list[str]:
         raise UsageError(
             "torchrun --no-python starts a program that is not Python's", "Give its Python script itself"
         )
+    os.environ.update(elastic_variables(options, 1))
     os.environ.update(ALONE.environment(options.master_addr or "127.0.0.1", options.master_port or PORT))
     script = [options.training_script, *options.training_script_args]
     return ["-m", *script] if options.module else script

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import os
+import uuid
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +16,35 @@ MOST_PER_NODE = 8
 """Cards of one node that a process sees (c10/core/impl/FakeGuardImpl.h: kFakeGuardImplMaxDevices)."""
 PER_NODE = 8  # HGX and DGX boards of V100 to B300 carry eight cards
 PORT = 29500  # torch/distributed/run.py: where torchrun's workers meet
+
+
+_OF_LAUNCHER = {
+    "ROLE_NAME": "default",
+    "TORCHELASTIC_RUN_ID": "none",
+    "TORCHELASTIC_MAX_RESTARTS": "0",
+    "OMP_NUM_THREADS": "1",
+}
+"""Variables of every rank that options of the launcher decide, or the user, and what they are otherwise."""
+
+
+def elastic_variables(options: argparse.Namespace, nodes: int) -> dict[str, str]:
+    """What torchrun's options say of a job: its id, how often it may be started again, the role of its processes.
+
+    One node without an address meets at a place that torchrun makes up, under an id that it makes up too
+    (torch/distributed/run.py: run). Here that is the same for the same script each time.
+    """
+    given = {
+        name: getattr(options, name, None) or os.environ.get(f"PET_{name.upper()}")
+        for name in ("rdzv_id", "max_restarts", "role", "rdzv_backend", "rdzv_endpoint", "master_port")
+    }
+    meets = (given["rdzv_backend"] or "static") != "static" or given["rdzv_endpoint"] or given["master_port"]
+    if options.standalone or (nodes == 1 and not meets):
+        given["rdzv_id"] = str(uuid.uuid5(uuid.NAMESPACE_URL, str(options.training_script)))
+    return {
+        "ROLE_NAME": str(given["role"] or "default"),
+        "TORCHELASTIC_RUN_ID": str(given["rdzv_id"] or "none"),
+        "TORCHELASTIC_MAX_RESTARTS": str(given["max_restarts"] or 0),
+    }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,13 +133,10 @@ class RankPlace:
             "GROUP_WORLD_SIZE": str(self.nodes),
             "ROLE_RANK": str(self.rank),
             "ROLE_WORLD_SIZE": str(self.world_size),
-            "ROLE_NAME": "default",
             "MASTER_ADDR": address,
             "MASTER_PORT": str(port),
-            "TORCHELASTIC_RUN_ID": "none",
             "TORCHELASTIC_RESTART_COUNT": "0",
-            "TORCHELASTIC_MAX_RESTARTS": "0",
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+            **{name: os.environ.get(name, value) for name, value in _OF_LAUNCHER.items()},
         }
 
 

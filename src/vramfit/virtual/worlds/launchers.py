@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from vramfit.errors import UsageError
-from vramfit.virtual.ranks.rank_place import RankPlace
+from vramfit.virtual.ranks.rank_place import RankPlace, elastic_variables
 
 _LEGACY = "torch.distributed.launch"
 _GROUPED = ("accelerate", "accelerate.commands.accelerate_cli")
@@ -174,11 +174,13 @@ def _torchrun(name: str, arguments: list[str], cards: int) -> Launched:
     nodes = str(options.nnodes).split(":")[
         -1
     ]  # of a range the most: an elastic job begins with all that come
+    count = _count("--nnodes", nodes, None)
     return Launched(
         launcher="torch.distributed.launch" if legacy else "torchrun",
         program=_program(options.training_script, options.training_script_args, module=options.module),
         per_node=_count("--nproc-per-node", options.nproc_per_node, cards),
-        nodes=_count("--nnodes", nodes, None),
+        nodes=count,
+        environ=elastic_variables(options, count),
         numbered="--local-rank" if legacy and not options.use_env else None,
     )
 
