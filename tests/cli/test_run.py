@@ -343,3 +343,25 @@ def test_a_trace_of_another_forms_name_is_refused_before_the_program_runs(
     assert found.code == 2
     assert "a trace is another form" in " ".join(found.err.split())
     assert runner.calls == []
+
+
+def test_the_clocks_of_a_program_are_chosen(vramfit: Command, runner: FakeRunner, script: Path) -> None:
+    assert vramfit("run", "--gpu", "RTX 4090", "--clock", "simulated", script).code == 0
+    assert runner.options["clock"] == "simulated"
+    runner.calls.clear()
+    assert vramfit("run", "--gpu", "RTX 4090", script).code == 0
+    assert runner.options["clock"] == "real"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--gpu", "RTX 4090", "--clock", "wall"], "--clock wall is no clock"),
+        (["--device", "cpu", "--clock", "simulated"], "--clock is for a virtual GPU"),
+    ],
+)
+def test_clocks_that_cannot_be_had_are_refused(
+    vramfit: Command, script: Path, arguments: list[str], told: str
+) -> None:
+    done = vramfit("run", *arguments, script)
+    assert done.code == 2 and told in done.err

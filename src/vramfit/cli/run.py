@@ -25,7 +25,15 @@ from vramfit.cli.ranks import (
     tell,
     world_of,
 )
-from vramfit.cli.where import DEFAULT_TOLERANCE, chosen, compare, read_reference, run_program, with_cudnn
+from vramfit.cli.where import (
+    DEFAULT_TOLERANCE,
+    chosen,
+    compare,
+    read_reference,
+    run_program,
+    with_clock,
+    with_cudnn,
+)
 from vramfit.errors import UsageError
 from vramfit.launch.limits import limits_from
 from vramfit.virtual.data_dependent.assume import Assume
@@ -77,6 +85,16 @@ def run_command(
     assume: options.AssumedSizes = Assume.UPPER.value,
     profile: options.Profile = "auto",
     cudnn: options.Cudnn = None,
+    clock: Annotated[
+        str | None,
+        typer.Option(
+            metavar="real|simulated",
+            help="What Python's clocks follow where the program reads them: this machine, or the virtual card.",
+            autocompletion=lambda: ["real", "simulated"],
+            show_default="real",
+            rich_help_panel=options.ASSUMED,
+        ),
+    ] = None,
     steps: options.Steps = None,
     time: options.Time = None,
     writes: options.Written = None,
@@ -167,7 +185,7 @@ def run_command(
         writes=writes,
         through=writes_through or (),
     )
-    where = with_cudnn(where, cudnn)
+    where = with_clock(with_cudnn(where, cudnn), clock)
     limits = limits_from(steps, time)
     options.check_alloc_conf(alloc_conf)
     name_kernels(kernels, virtual=gpu is not None)

@@ -110,6 +110,26 @@ def with_cudnn(where: VirtualRun | RecordedRun, cudnn: str | None) -> VirtualRun
     return replace(where, cudnn=wanted_cudnn(cudnn) or NONE)
 
 
+def with_clock(where: VirtualRun | RecordedRun, clock: str | None) -> VirtualRun | RecordedRun:
+    """The same, with what the program's clocks are to follow.
+
+    Raises:
+        UsageError: there is no such clock, or the run is a real one.
+    """
+    if clock is None:
+        return where
+    from vramfit.virtual.virtual_run import VirtualRun
+
+    if clock not in _CLOCKS:
+        raise UsageError(f"--clock {clock} is no clock", f"Use {' or '.join(_CLOCKS)}")
+    if not isinstance(where, VirtualRun):
+        raise UsageError("--clock is for a virtual GPU", "Choose one with --gpu NAME")
+    return replace(where, clock=clock)
+
+
+_CLOCKS = ("real", "simulated")
+
+
 def _device(text: str | None) -> str:
     if text is None:
         return "auto"

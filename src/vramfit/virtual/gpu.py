@@ -53,12 +53,13 @@ from vramfit.trace import (
 from vramfit.trace.journal import TraceJournal
 from vramfit.trace.outcome import platform_text
 from vramfit.units import format_bytes
-from vramfit.virtual import foreign, ranks, torch_cuda, torch_patches
+from vramfit.virtual import foreign, program_clocks, ranks, torch_cuda, torch_patches
 from vramfit.virtual.data_dependent.assume import Assume, assumption, may_come_from
 from vramfit.virtual.kernels.measured import MeasuredTable
 from vramfit.virtual.machine import Machine, VirtualDevice
 from vramfit.virtual.meter import Meter
 from vramfit.virtual.mode import VirtualMode, exclusive_counts
+from vramfit.virtual.program_clocks import ProgramClock, program_clock
 from vramfit.virtual.ranks.rank_place import PER_NODE, place_of
 from vramfit.virtual.virtual_run import MOST_GPUS
 from vramfit.virtual.workspaces import Workspaces
@@ -103,6 +104,7 @@ class VirtualGPU:
         ranks_per_node: ranks, and cards, of one node (at most 8).
         mailbox: a folder through which ranks that run side by side, each in a process of its own, hand one another
             Python objects (stages of a pipeline do); None where this rank runs alone.
+        clock: ``"real"``, or ``"simulated"``: Python's clocks follow the card where the program reads them.
 
     Raises:
         UnknownGpuError: no such card.
@@ -129,7 +131,9 @@ class VirtualGPU:
         world_size: int | None = None,
         ranks_per_node: int = PER_NODE,
         mailbox: str | PathLike[str] | None = None,
+        clock: str | ProgramClock = ProgramClock.REAL,
     ) -> None:
+        self._clock = program_clock(clock)
         gpus = whole_argument("gpus", gpus, least=1, most=MOST_GPUS)
         self.place = place_of(rank, world_size, ranks_per_node, mailbox)
         gpus = max(gpus, self.place.cards)
@@ -241,6 +245,7 @@ class VirtualGPU:
                 _RANKS, self._patches, partial(ranks.install, self.mode, self.place)
             )
             names.attempt(_FOREIGN, self._patches, partial(foreign.install, self.mode))
+            program_clocks.install(self.mode, self._clock, self._patches)
         hooks = self._machine.hooks
         hooks.snapshot_provider = self._snapshot
         hooks.collect = self.meter.collect

@@ -52,6 +52,7 @@ def main(job_file: str) -> int:
             assume=job.assume,
             profile=job.profile,
             cudnn=job.cudnn or NONE,
+            clock=job.clock,
             journal=job.journal_file,
             **({} if job.place is None else job.place.arguments()),
         )

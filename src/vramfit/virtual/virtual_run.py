@@ -41,6 +41,7 @@ class VirtualRun(ProgramOptions):
         cudnn: an installed cuDNN to be asked, see `VirtualGPU`.
         place: which rank of a distributed program it is; None for one that is its only process. The script finds the
             variables that torchrun sets.
+        clock: ``real`` or ``simulated``, what the clocks follow that it reads.
     """
 
     gpu: GpuSpec
@@ -53,6 +54,7 @@ class VirtualRun(ProgramOptions):
     backend: Backend | str = Backend.AUTO
     cudnn: str | os.PathLike[str] | None = None
     place: RankPlace | None = None
+    clock: str = "real"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,6 +69,7 @@ class VirtualJob(ProgramJob):
         files: what happens to what it writes.
         cudnn: the cuDNN to be asked, None for none.
         place: which rank of a distributed program it is, None for its only process.
+        clock: what the clocks follow that it reads.
     """
 
     gpu: GpuSpec
@@ -76,6 +79,7 @@ class VirtualJob(ProgramJob):
     profile: str = OWN_PROFILE
     cudnn: str | None = None
     place: RankPlace | None = None
+    clock: str = "real"
 
 
 def run_in_child(command: Sequence[str], options: VirtualRun) -> Run:
@@ -124,6 +128,7 @@ def run_in_child(command: Sequence[str], options: VirtualRun) -> Run:
             profile=profile,
             cudnn=cudnn,
             place=options.place,
+            clock=options.clock,
             files=policy,
         )
         with attended(policy):
