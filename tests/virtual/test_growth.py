@@ -76,8 +76,8 @@ def outputs_of_every_second(
 LEAKS = (losses_with_their_graphs, sum_of_losses, outputs, outputs_of_every_second)
 
 
-# Where workspaces come and go, as since torch 2.15, what is kept cuts the blocks that they came back to, and memory runs
-# out up to a fifth earlier than the growth of what is held says.
+# Where workspaces come and go, as since torch 2.15, what is kept cuts the blocks that they came back to, and memory
+# runs out up to a fifth earlier than the growth of what is held says.
 @pytest.mark.usefixtures("kept_workspaces")
 @pytest.mark.parametrize("leak", LEAKS)
 def test_a_leak_is_told_with_the_iteration_at_which_memory_runs_out(leak: Step) -> None:
