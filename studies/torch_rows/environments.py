@@ -134,14 +134,17 @@ def _install(wanted: Wanted, interpreter: Path, place: Path, pinned: Path) -> No
     # A folder of wheels that pip is told of may hold the CPU build of the very release.
     environ = {name: value for name, value in os.environ.items() if name != "PIP_FIND_LINKS"}
     if uv := _uv():
-        _run([uv, "venv", "--quiet", "--python", str(interpreter), str(place)], environ)
-        install = [uv, "pip", "install", "--quiet", "--python", str(_python(place))]
-        # As pip does: the best version of all indexes, not that of the first which has the package.
-        _run([*install, "--index-strategy", "unsafe-best-match", *options], environ)
-    else:
-        _run([str(interpreter), "-m", "venv", str(place)], environ)
-        pip = [str(_python(place)), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        _run([*pip, *options], environ)
+        try:
+            _run([uv, "venv", "--quiet", "--python", str(interpreter), str(place)], environ)
+            install = [uv, "pip", "install", "--quiet", "--python", str(_python(place))]
+            # As pip does: the best version of all indexes, not that of the first which has the package.
+            _run([*install, "--index-strategy", "unsafe-best-match", *options], environ)
+            return
+        except CannotBuild:  # pip knows certificates and indexes that uv does not
+            shutil.rmtree(place, ignore_errors=True)
+    _run([str(interpreter), "-m", "venv", str(place)], environ)
+    pip = [str(_python(place)), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    _run([*pip, *options], environ)
 
 
 def _uv() -> str | None:

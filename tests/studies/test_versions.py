@@ -108,14 +108,20 @@ class TestPackages:
     def test_what_cannot_be_installed_is_told_in_a_line(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, told: str
     ) -> None:
-        uv = tmp_path / "uv"
-        uv.write_text(f"#!/bin/sh\necho 'Resolving' \n{f'echo {said!r} >&2' if said else ''}\nexit 7\n")
-        if not said:
-            uv.write_text("#!/bin/sh\nexit 7\n")
-        uv.chmod(0o755)
-        monkeypatch.setattr(environments, "_uv", lambda: str(uv))
+        python = _script(
+            tmp_path / "python", f"echo 'Resolving'\necho {said!r} >&2" if said else "", "exit 7"
+        )
+        monkeypatch.setattr(environments, "_uv", lambda: None)
         with pytest.raises(CannotBuild, match=told):
-            environments.environment(of_row(CUDA), Path(sys.executable), tmp_path / "rows")
+            environments.environment(of_row(CUDA), python, tmp_path / "rows")
+
+    def test_pip_is_asked_where_uv_fails(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        uv = _script(tmp_path / "uv", 'mkdir -p "$5" && touch "$5/left"', "exit 7")
+        python = _script(tmp_path / "python", "echo error: venv of pip >&2", "exit 1")
+        monkeypatch.setattr(environments, "_uv", lambda: str(uv))
+        with pytest.raises(CannotBuild, match="venv of pip"):
+            environments.environment(of_row(CUDA), python, tmp_path / "rows")
+        assert not (tmp_path / "rows" / CUDA.name).exists(), "what uv had begun is gone"
 
     def test_another_build_than_the_rows_is_refused(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -139,6 +145,13 @@ class TestPackages:
             environments.environment(of_row(DEVELOPED), Path(sys.executable), tmp_path).torch == first.torch
         )
         assert made == [CUDA.name, DEVELOPED.name], "one that is there is used again"
+
+
+def _script(file: Path, *lines: str) -> Path:
+    """A command of the shell."""
+    file.write_text("\n".join(["#!/bin/sh", *lines]) + "\n", encoding="utf-8")
+    file.chmod(0o755)
+    return file
 
 
 def test_files_with_marked_tests_are_found() -> None:
@@ -203,10 +216,7 @@ FAILED = replace(PASSED, failures={"tests.a::test_b": "x | <y>"})
 
 def test_a_refusal_is_the_line_of_the_error(tmp_path: Path) -> None:
     def python(*lines: str) -> Path:
-        file = tmp_path / "python"
-        file.write_text("\n".join(["#!/bin/sh", *lines]), encoding="utf-8")
-        file.chmod(0o755)
-        return file
+        return _script(tmp_path / "python", *lines)
 
     assert subset.refusal(python("echo error: torch is too old >&2", "exit 2")) == "torch is too old"
     assert subset.refusal(python("echo error: out of memory >&2", "exit 1")) is None
