@@ -7,7 +7,9 @@ given to ``torch.compile`` holds its bound ``__call__``. To a compiler the funct
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -34,6 +36,14 @@ def watched(
     return call
 
 
+_ORIGINALS: WeakKeyDictionary[Callable[..., Any], Callable[..., Any]] = WeakKeyDictionary()
+
+
+def original_of(function: Any) -> Callable[..., Any] | None:
+    """What a function stands in for; None for one that is not of `standing_in`."""
+    return _ORIGINALS.get(function) if isinstance(function, FunctionType) else None
+
+
 def standing_in(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
     """A function that does as ours, and to a compiler as the original."""
 
@@ -42,6 +52,7 @@ def standing_in(original: Callable[..., Any], ours: Callable[..., Any]) -> Calla
             return original(*args, **kwargs)
         return ours(*args, **kwargs)
 
+    _ORIGINALS[call] = original
     call.__name__, call.__qualname__, call.__module__ = ours.__name__, ours.__qualname__, ours.__module__
     call.__doc__ = ours.__doc__
     return call

@@ -58,6 +58,7 @@ __all__ = [
     "graph_key",
     "inductor_config",
     "joint_graph",
+    "know_originals",
     "list_mode_options",
     "make_skip_list_anew",
     "output_code",
@@ -93,6 +94,21 @@ def compile_under_modes() -> None:
     if flag.exists and flag.get():
         setattr(flag.holder, flag.name, False)
         _FEATURE.find("torch._C._dynamo.guards.set_is_in_mode_without_ignore_compile_internals")(False)
+
+
+def know_originals(original_of: Callable[[Any], Any]) -> None:
+    """Let Dynamo know torch's own functions where others stand in for them now.
+
+    It makes its table of them once for the process, of what their names are bound to then
+    (torch/_dynamo/trace_rules.py: get_torch_obj_rule_map).
+
+    Args:
+        original_of: gives torch's function for one that stands in for it, None for others.
+    """
+    table = trace_rules.get_torch_obj_rule_map()
+    for known in list(table):
+        if (original := original_of(known)) is not None:
+            table.setdefault(original, table.pop(known))
 
 
 def compute_no_constants(patches: PatchStack) -> None:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from tests import warm
 from torch import Tensor, nn
+from torch._dynamo import trace_rules
 from torch._inductor.codecache import CacheBase
 from torch._inductor.graph import GraphLowering
 from torch.utils.checkpoint import checkpoint
@@ -136,6 +137,19 @@ def test_functions_that_we_stand_in_for_are_torchs_to_a_compiler(
     out.sum().backward()
     assert (out.shape, out.device.type) == ((4, 8), "cuda") and x.grad is not None
     assert codes(gpu) == set()
+
+
+def test_dynamos_table_of_functions_holds_torchs_own_wherever_it_is_made() -> None:
+    trace_rules.get_torch_obj_rule_map.cache_clear()
+    for _ in range(2):  # made in the first run, and used in the second
+        with VirtualGPU("RTX 4090") as gpu:
+            x = torch.randn(4, 8, device="cuda")
+            for function in (_constant, _listed, _one_hot):
+                torch._dynamo.reset()
+                torch.compile(function, fullgraph=True, backend="aot_eager")(x)
+        assert codes(gpu) == set()
+    table = trace_rules.get_torch_obj_rule_map()
+    assert {torch.tensor, torch.as_tensor, F.one_hot} <= table.keys()
 
 
 def test_one_hot_that_a_program_has_taken_up_is_torchs_to_a_compiler(gpu: VirtualGPU) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from vramfit.compiled_through import original_of
 from vramfit.patching import PatchStack
 from vramfit.torch_internals import compiler, compiler_inputs
 from vramfit.torch_internals.compiler import (
@@ -67,6 +68,7 @@ def install(mode: OpRunner, outside: Outside, patches: PatchStack) -> None:
     patches.set(type(mode), "ignore_compile_internals", classmethod(lambda cls: True))
     compiler.compile_under_modes()
     compiler.compute_no_constants(patches)
+    compiler.know_originals(original_of)
     compiler_inputs.take_inputs_of_other_modes(patches)
     patches.call(compiler.reset)  # what was compiled for virtual tensors fits no others
     compiler.skipped_folders.extend(_OURS)
