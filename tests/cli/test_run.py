@@ -356,7 +356,7 @@ def test_the_clocks_of_a_program_are_chosen(vramfit: Command, runner: FakeRunner
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--gpu", "RTX 4090", "--clock", "wall"], "--clock wall is no clock"),
+        (["--gpu", "RTX 4090", "--clock", "wall"], "clock='wall' is no clock"),
         (["--device", "cpu", "--clock", "simulated"], "--clock is for a virtual GPU"),
     ],
 )

@@ -5,14 +5,16 @@ from __future__ import annotations
 import queue
 import threading
 import time
+import timeit
 from collections.abc import Callable
 
 import pytest
 import torch
+from torch.utils import benchmark
 
 from vramfit.errors import UsageError
+from vramfit.virtual.clock_choice import ProgramClock
 from vramfit.virtual.gpu import VirtualGPU
-from vramfit.virtual.program_clocks import ProgramClock
 
 READING = 1e-6
 CLOCKS: dict[str, Callable[[], float]] = {
@@ -60,6 +62,20 @@ def test_what_waits_waits_by_the_real_clock() -> None:
         while time.perf_counter() < until:
             pass  # each reading takes a moment
     assert time.monotonic() - began >= 0.06
+
+
+def test_what_times_code_for_a_program_times_the_card() -> None:
+    before = timeit.Timer.__init__.__defaults__
+    with VirtualGPU("RTX 4090", clock="simulated") as gpu:
+        work()
+        started = gpu.mode.machine.clock_us
+        work()
+        once = (gpu.mode.machine.clock_us - started) / 1e6
+        assert timeit.timeit(work, number=4) == pytest.approx(4 * once + READING, rel=1e-6)
+        assert timeit.repeat(work, number=1, repeat=2) == pytest.approx([once + READING] * 2, rel=1e-6)
+        timed = benchmark.Timer("work()", globals={"work": work}).timeit(4)
+        assert timed.mean == pytest.approx(once, rel=1e-3)
+    assert timeit.Timer.__init__.__defaults__ is before
 
 
 def test_timing_the_card_by_this_machine_is_told_once_with_its_line() -> None:

@@ -31,7 +31,7 @@ _LARGER = 1.05
 """How much larger a card must be to be offered in place of one that ran out."""
 
 _UNBOUNDED = ("size-without-bound", "op-without-rule", RAN_EAGERLY)
-"""Warnings after which the error bar is none that must hold."""
+"""Warnings that leave the error bar without a guarantee."""
 
 VARIES = 130 * MIB
 """By how much the memory of a card differs from driver to driver: NVML of three cards, each under a driver of its own,
@@ -122,8 +122,8 @@ class Verdict:
         grows_by: bytes by which what every iteration holds grows from one to the next; 0 where nothing leaks.
         runs_out_at: the iteration about which memory runs out if it goes on growing; None where nothing leaks, or
             memory ran out already.
-        bounded: the error bar holds all that was not followed; False where nothing bounds a size that depends on data,
-            where an op has no rule, and where what is to be compiled ran eagerly.
+        bounded: whether the error bar covers everything that was not followed. False if a size depends on data without
+            a bound, an op has no rule, or code that should be compiled ran eagerly.
     """
 
     outcome: Outcome
@@ -290,10 +290,8 @@ def _device(run: Run, found: DeviceOutcome, ran_out: bool, tensors: int) -> Devi
     bar = reserved_bar(run.trace, found.index, run.estimates)
     below, above = uncompiled_bar(run.warnings, breakdown.categories)
     if below or above:
-        failed = run.oom is not None and run.oom.device == found.index
-        bar = ReservedBar(
-            below=bar.below + below, above=bar.above + above, serves=bar.serves or (ran_out and failed)
-        )
+        ran_out_here = ran_out and run.oom is not None and run.oom.device == found.index
+        bar = ReservedBar(below=bar.below + below, above=bar.above + above, serves=bar.serves or ran_out_here)
     return DeviceVerdict(
         index=found.index,
         gpu=found.gpu,

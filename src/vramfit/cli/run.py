@@ -36,6 +36,7 @@ from vramfit.cli.where import (
 )
 from vramfit.errors import UsageError
 from vramfit.launch.limits import limits_from
+from vramfit.virtual.clock_choice import CLOCK_NAMES
 from vramfit.virtual.data_dependent.assume import Assume
 from vramfit.virtual.foreign.fake_kernels import KERNELS_VARIABLE
 
@@ -88,10 +89,10 @@ def run_command(
     clock: Annotated[
         str | None,
         typer.Option(
-            metavar="real|simulated",
+            metavar="|".join(CLOCK_NAMES),
             help="What Python's clocks follow where the program reads them: this machine, or the virtual card.",
-            autocompletion=lambda: ["real", "simulated"],
-            show_default="real",
+            autocompletion=lambda: list(CLOCK_NAMES),
+            show_default=CLOCK_NAMES[0],
             rich_help_panel=options.ASSUMED,
         ),
     ] = None,

@@ -11,6 +11,7 @@ from vramfit.cli.options import size_of
 from vramfit.cudnn.found_library import NONE
 from vramfit.errors import UsageError
 from vramfit.files.policy import Writes
+from vramfit.virtual.clock_choice import program_clock
 from vramfit.virtual.data_dependent.assume import Assume, assumption
 
 if TYPE_CHECKING:
@@ -120,14 +121,10 @@ def with_clock(where: VirtualRun | RecordedRun, clock: str | None) -> VirtualRun
         return where
     from vramfit.virtual.virtual_run import VirtualRun
 
-    if clock not in _CLOCKS:
-        raise UsageError(f"--clock {clock} is no clock", f"Use {' or '.join(_CLOCKS)}")
+    chosen_clock = program_clock(clock)
     if not isinstance(where, VirtualRun):
         raise UsageError("--clock is for a virtual GPU", "Choose one with --gpu NAME")
-    return replace(where, clock=clock)
-
-
-_CLOCKS = ("real", "simulated")
+    return replace(where, clock=chosen_clock.value)
 
 
 def _device(text: str | None) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+import torch
 import torch._dynamo as dynamo
 import torch._inductor.compile_fx as compile_fx
 import torch._inductor.fx_passes.joint_graph as joint_graph
@@ -16,6 +17,7 @@ import torch.utils._triton as triton_facts
 from torch._C._dynamo.eval_frame import _FrameAction as FrameAction
 from torch._C._dynamo.eval_frame import _FrameExecStrategy as FrameExecStrategy
 from torch._dynamo import convert_frame, device_interface, eval_frame, trace_rules
+from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.exc import Unsupported as Unsupported
 from torch._dynamo.guards import CheckFunctionManager as CheckFunctionManager
 from torch._dynamo.types import ConvertFrameReturn as ConvertFrameReturn
@@ -58,7 +60,7 @@ __all__ = [
     "graph_key",
     "inductor_config",
     "joint_graph",
-    "know_originals",
+    "know_what_stands_in",
     "list_mode_options",
     "make_skip_list_anew",
     "output_code",
@@ -85,7 +87,7 @@ def make_skip_list_anew() -> None:
 
 
 def compile_under_modes() -> None:
-    """Let Dynamo look at frames under a dispatch mode that was entered before it was told to ignore such frames.
+    """Let Dynamo compile frames even though a dispatch mode was entered before Dynamo learnt to ignore it.
 
     Whether one is active is kept when modes are entered, and put back by them when they are left
     (torch/utils/_python_dispatch.py); torch 2.10 goes by that alone.
@@ -96,15 +98,21 @@ def compile_under_modes() -> None:
         _FEATURE.find("torch._C._dynamo.guards.set_is_in_mode_without_ignore_compile_internals")(False)
 
 
-def know_originals(original_of: Callable[[Any], Any]) -> None:
-    """Let Dynamo know torch's own functions where others stand in for them now.
+def know_what_stands_in(original_of: Callable[[Any], Any], patches: PatchStack) -> None:
+    """Let Dynamo know torch's functions and classes as they are bound now, and as they were after the undo.
 
-    It makes its table of them once for the process, of what their names are bound to then
-    (torch/_dynamo/trace_rules.py: get_torch_obj_rule_map).
+    It makes its table of functions once for the process, of what their names are bound to then
+    (torch/_dynamo/trace_rules.py: get_torch_obj_rule_map), and its set of constants when it is imported.
 
     Args:
-        original_of: gives torch's function for one that stands in for it, None for others.
+        original_of: gives torch's function for one that is it to a compiler, None for others.
     """
+    constants, properties = dynamo_utils.common_constant_types, torch.cuda._CudaDeviceProperties
+    if properties not in constants:
+        constants.add(properties)
+        patches.call(lambda: constants.discard(properties))
+    trace_rules.get_torch_obj_rule_map.cache_clear()
+    patches.call(trace_rules.get_torch_obj_rule_map.cache_clear)
     table = trace_rules.get_torch_obj_rule_map()
     for known in list(table):
         if (original := original_of(known)) is not None:
@@ -112,10 +120,10 @@ def know_originals(original_of: Callable[[Any], Any]) -> None:
 
 
 def compute_no_constants(patches: PatchStack) -> None:
-    """Keep tracers from working out, for real, what follows from constants of one element: it may lie on a card."""
+    """Keep tracers from computing what follows from small constants, empty ones too: it may lie on a card."""
     limit = _FEATURE.place("torch.fx.experimental.proxy_tensor.CONSTANT_NUMEL_LIMIT")
     if limit.exists:
-        limit.replace(patches, 0)
+        limit.replace(patches, -1)  # the most elements that such a constant has
 
 
 def reset() -> None:

@@ -54,12 +54,12 @@ from vramfit.trace.journal import TraceJournal
 from vramfit.trace.outcome import platform_text
 from vramfit.units import format_bytes
 from vramfit.virtual import foreign, program_clocks, ranks, torch_cuda, torch_patches
+from vramfit.virtual.clock_choice import ProgramClock, program_clock
 from vramfit.virtual.data_dependent.assume import Assume, assumption, may_come_from
 from vramfit.virtual.kernels.measured import MeasuredTable
 from vramfit.virtual.machine import Machine, VirtualDevice
 from vramfit.virtual.meter import Meter
 from vramfit.virtual.mode import VirtualMode, exclusive_counts
-from vramfit.virtual.program_clocks import ProgramClock, program_clock
 from vramfit.virtual.ranks.rank_place import PER_NODE, place_of
 from vramfit.virtual.virtual_run import MOST_GPUS
 from vramfit.virtual.workspaces import Workspaces

@@ -2,25 +2,27 @@
 
 NOTE [Clocks of programs]
 A program times its steps by Python's clocks, and prints tokens a second. On a virtual card these say how quickly this
-machine follows the program. `ProgramClock.SIMULATED` lets the clocks that the program and its libraries read go on with
-the card instead: what was queued counts as done, as after ``torch.cuda.synchronize()``. The standard library, torch and
-vramfit wait and poll by the real clocks in any case. A reading takes `_READING_US`, so that a program which waits for a
-moment gets there; sleeping is real, and counts too.
+machine follows the program. `ProgramClock.SIMULATED` lets the clocks that the program and its libraries read follow the
+card instead: queued work counts as done, as after ``torch.cuda.synchronize()``. So do ``timeit`` and
+``torch.utils.benchmark``, which time code for a program. The rest of the standard library and of torch, and vramfit,
+wait and poll by the real clocks. Each reading takes `_READING_US`, so that a program which waits for a moment gets
+there; sleeping is real, and counts too.
 
-`datetime` reads the system's clock in C and stays real; so do clocks that were kept where no name of a module leads.
+`datetime` reads the system's clock in C and stays real, as does a clock that a program keeps in an object of its own.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 import time
+import timeit
 from collections.abc import Callable
-from enum import Enum
-from functools import lru_cache
+from functools import lru_cache, partial
 
-from vramfit.errors import UsageError
 from vramfit.patching import PatchStack
 from vramfit.trace.frames import Origin, origin
+from vramfit.virtual.clock_choice import ProgramClock
 from vramfit.virtual.op_runner import OpRunner
 
 _READING_US = 1.0
@@ -31,32 +33,13 @@ _NANOSECONDS = {
     "monotonic_ns": time.monotonic_ns,
 }
 _REAL = {"sleep": time.sleep}  # in a table, for names of modules are bound anew
+_TIMES_CODE = re.compile(r"<timeit-src>|[\\/]torch[\\/]utils[\\/]benchmark[\\/]")
 _origin = lru_cache(maxsize=4096)(origin)
 
 _TOLD = (
     "the program times the card by this machine's clock: seconds and rates that it prints are those of the simulation "
     "here (vramfit run --clock simulated lets Python's clocks follow the card)"
 )
-
-
-class ProgramClock(Enum):
-    """What the clocks follow that a program reads."""
-
-    REAL = "real"
-    SIMULATED = "simulated"
-
-
-def program_clock(given: str | ProgramClock) -> ProgramClock:
-    """The clock of that name.
-
-    Raises:
-        UsageError: there is none.
-    """
-    try:
-        return ProgramClock(given)
-    except ValueError:
-        names = " or ".join(one.value for one in ProgramClock)
-        raise UsageError(f"clock={given!r} is no clock", f"Use {names}") from None
 
 
 def install(mode: OpRunner, clock: ProgramClock, patches: PatchStack) -> None:
@@ -70,6 +53,15 @@ def install(mode: OpRunner, clock: ProgramClock, patches: PatchStack) -> None:
     for _, replaced in pairs:
         patches.set(time, str(getattr(replaced, "__name__", "")), replaced)
     patches.rebind(pairs)
+    _replace_defaults({id(real): replaced for real, replaced in pairs}, patches)
+
+
+def _replace_defaults(table: dict[int, object], patches: PatchStack) -> None:
+    """Replace the clock that ``timeit`` keeps as a default of its functions."""
+    for function in (timeit.timeit, timeit.repeat, timeit.Timer.__init__):
+        defaults = function.__defaults__ or ()
+        patches.call(partial(setattr, function, "__defaults__", function.__defaults__))
+        function.__defaults__ = tuple(table.get(id(one), one) for one in defaults)
 
 
 def _named(name: str, function: Callable[..., object]) -> Callable[..., object]:
@@ -142,5 +134,6 @@ class _Simulated:
 
 
 def _is_runtime() -> bool:
-    """Whether what reads a clock is neither the program nor a library of its."""
-    return _origin(sys._getframe(2).f_code.co_filename) is Origin.RUNTIME
+    """Whether what reads a clock is neither the program, nor one of its libraries, nor what times code for it."""
+    filename = sys._getframe(2).f_code.co_filename
+    return _origin(filename) is Origin.RUNTIME and not _TIMES_CODE.search(filename)

@@ -127,6 +127,16 @@ def test_accelerate_reads_its_configuration_and_tells_its_variables(tmp_path: Pa
     assert told == {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "ACCELERATE_MIXED_PRECISION": "bf16"}
     one = read("accelerate launch --multi_gpu --num_processes 2 --mixed_precision fp16 train.py")
     assert (one.size, one.environ["ACCELERATE_MIXED_PRECISION"]) == (2, "fp16")
+    job = read(
+        "accelerate launch --multi_gpu --num_processes 2 --max_restarts 3 --role worker train.py"
+    ).environ
+    assert (job["TORCHELASTIC_MAX_RESTARTS"], job["ROLE_NAME"], job["TORCHELASTIC_RUN_ID"]) == (
+        "3",
+        "worker",
+        "none",
+    )
+    alone = read("accelerate launch --multi_gpu --num_processes 2 --main_process_port 0 train.py").environ
+    assert uuid.UUID(alone["TORCHELASTIC_RUN_ID"])
     odd = (
         "accelerate launch --multi_gpu --num_machines 2 --num_processes 5 --machine_rank 0 "
         "--main_process_ip a --main_process_port 1 t.py"

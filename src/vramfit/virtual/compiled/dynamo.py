@@ -68,7 +68,7 @@ def install(mode: OpRunner, outside: Outside, patches: PatchStack) -> None:
     patches.set(type(mode), "ignore_compile_internals", classmethod(lambda cls: True))
     compiler.compile_under_modes()
     compiler.compute_no_constants(patches)
-    compiler.know_originals(original_of)
+    compiler.know_what_stands_in(original_of, patches)
     compiler_inputs.take_inputs_of_other_modes(patches)
     patches.call(compiler.reset)  # what was compiled for virtual tensors fits no others
     compiler.skipped_folders.extend(_OURS)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from vramfit.errors import UsageError
-from vramfit.virtual.ranks.rank_place import RankPlace, elastic_variables
+from vramfit.virtual.ranks.rank_place import PORT, RankPlace, elastic_variables
 
 _LEGACY = "torch.distributed.launch"
 _GROUPED = ("accelerate", "accelerate.commands.accelerate_cli")
@@ -315,6 +315,9 @@ def _accelerate(name: str, arguments: list[str], cards: int) -> Launched:
             f"{processes} processes cannot be divided among {machines} machines", "Change one of them"
         )
     options.num_machines, options.num_processes = machines, processes
+    port = options.main_process_port
+    meeting = {"standalone": port == 0, "master_port": PORT if port is None else port}
+    elastic = elastic_variables(argparse.Namespace(**vars(options) | meeting), machines)
     options.main_process_port = 0  # a free one: nobody listens
     before = dict(os.environ)
     if options.use_deepspeed:
@@ -334,7 +337,7 @@ def _accelerate(name: str, arguments: list[str], cards: int) -> Launched:
         program=_program(options.training_script, options.training_script_args, module=options.module),
         per_node=processes // machines,
         nodes=machines,
-        environ={name: value for name, value in environ.items() if before.get(name) != value},
+        environ={name: value for name, value in environ.items() if before.get(name) != value} | elastic,
     )
 
 
