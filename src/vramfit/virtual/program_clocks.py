@@ -19,6 +19,7 @@ import time
 import timeit
 from collections.abc import Callable
 from functools import lru_cache, partial
+from typing import Any
 
 from vramfit.patching import PatchStack
 from vramfit.trace.frames import Origin, origin
@@ -34,6 +35,7 @@ _NANOSECONDS = {
 }
 _REAL = {"sleep": time.sleep}  # in a table, for names of modules are bound anew
 _TIMES_CODE = re.compile(r"<timeit-src>|[\\/]torch[\\/]utils[\\/]benchmark[\\/]")
+_TORCHS_TIMER = "torch.utils.benchmark.utils.timer"
 _origin = lru_cache(maxsize=4096)(origin)
 
 _TOLD = (
@@ -57,8 +59,11 @@ def install(mode: OpRunner, clock: ProgramClock, patches: PatchStack) -> None:
 
 
 def _replace_defaults(table: dict[int, object], patches: PatchStack) -> None:
-    """Replace the clock that ``timeit`` keeps as a default of its functions."""
-    for function in (timeit.timeit, timeit.repeat, timeit.Timer.__init__):
+    """Replace the clock that ``timeit`` and ``torch.utils.benchmark`` keep as a default of their functions."""
+    functions: list[Any] = [timeit.timeit, timeit.repeat, timeit.Timer.__init__]
+    if (torchs := sys.modules.get(_TORCHS_TIMER)) is not None:
+        functions.append(torchs.Timer.__init__)
+    for function in functions:
         defaults = function.__defaults__ or ()
         patches.call(partial(setattr, function, "__defaults__", function.__defaults__))
         function.__defaults__ = tuple(table.get(id(one), one) for one in defaults)
