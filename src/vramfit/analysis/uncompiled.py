@@ -2,10 +2,10 @@
 
 NOTE [Programs that ran eagerly]
 A compiler decides about the results of ops: what is saved for the backward pass, what is never written, when it goes.
-Parameters, gradients and optimizer states it leaves. Of nine models in float32 and in bfloat16, trained compiled and
-eagerly on the virtual GPU (studies/compiled_or_eager.py), activations, temporaries and gradients at the peak took 0.51 to
-1.01 times as much compiled. The bar reaches further both ways, from a third of activations and temporaries to a quarter
-more, since nine models are few and a program that is compiled in part may need more than either.
+It leaves parameters, gradients and optimizer states alone. Of nine models in float32 and in bfloat16, trained compiled
+and eagerly on the virtual GPU (studies/compiled_or_eager.py), activations, temporaries and gradients at the peak took
+0.51 to 1.01 times as much compiled. The bar reaches further both ways, from a third of activations and temporaries to a
+quarter more, since nine models are few and a program that is compiled in part may need more than either.
 """
 
 from __future__ import annotations
