@@ -1,6 +1,7 @@
 """Records the configurations on a card: what each asks of the allocator, and what it takes in all.
 
-    python benchmarks/record.py [--only PATTERN ...] [--minutes M] [--output DIR] [--pack FILE.tar.gz]
+    python benchmarks/record.py [--only PATTERN ...] [--minutes M] [--output DIR] [--jobs N]
+        [--pack FILE.tar.gz]
     python benchmarks/record.py --list
     python benchmarks/record.py --gpu H200 ...      the virtual GPU takes the card's place, to test the machinery
 
@@ -23,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,11 +70,13 @@ class Recorder:
         folder: where the recordings go.
         gpu: the virtual GPU that takes the card's place, None for the card.
         stacks: whether Python stacks are recorded.
+        in_company: whether several run at a time, which leaves only the allocator's figures to record.
     """
 
     folder: Path
     gpu: GpuSpec | None
     stacks: bool
+    in_company: bool = False
 
     @property
     def source(self) -> Source:
@@ -107,6 +111,7 @@ class Recorder:
                 "--out",
                 name,
                 *(["--stacks"] if self.stacks else []),
+                *(["--in-company"] if self.in_company else []),
             ]
             if self.gpu is None:
                 run_on_card(command, configuration.alloc_conf)
@@ -219,32 +224,51 @@ def describe(recording: store.Recording) -> str:
     )
 
 
-def record_all(recorder: Recorder, configurations: Sequence[Configuration], minutes: float | None) -> bool:
-    """Record what is not there yet, as long as the time lasts; returns whether nothing failed."""
-    deadline = None if minutes is None else time.monotonic() + 60 * minutes
-    longest, failed, done, left = float(LIKELY_SECONDS), 0, 0, 0
-    for number, configuration in enumerate(configurations, 1):
-        head = f"[{number}/{len(configurations)}] {configuration.name}"
+@dataclass(slots=True)
+class Progress:
+    """How far the recording has come, and what the next one may take."""
+
+    deadline: float | None
+    longest: float = float(LIKELY_SECONDS)
+    failed: int = 0
+    done: int = 0
+    left: int = 0
+
+    def attempt(self, recorder: Recorder, configuration: Configuration, head: str) -> None:
+        """Record one configuration, unless it is there or would end too late."""
         if recorder.has(configuration):
             print(f"{head}: recorded already", flush=True)
-            continue
-        if deadline is not None and time.monotonic() + longest > deadline:
-            left += 1
-            continue
+            return
+        if self.deadline is not None and time.monotonic() + self.longest > self.deadline:
+            self.left += 1
+            return
         began = time.monotonic()
         try:
             recording = recorder.record(configuration)
         except (Failed, VramfitError) as error:
-            failed += 1
+            self.failed += 1
             print(f"{head}: not recorded: {error}", flush=True)
-            continue
+            return
         seconds = time.monotonic() - began
         # The first one also fills the caches of the disk; the longest of the rest is what the next may take.
-        longest = max(longest if done else 0.0, seconds)
-        done += 1
+        self.longest = max(self.longest if self.done else 0.0, seconds)
+        self.done += 1
         print(f"{head}: {describe(recording)}, {seconds:.0f} s", flush=True)
-    print(f"{done} recorded, {failed} not, {left} left for the next run of the same command")
-    return failed == 0
+
+
+def record_all(
+    recorder: Recorder, configurations: Sequence[Configuration], minutes: float | None, jobs: int
+) -> bool:
+    """Record what is not there yet, as long as the time lasts; returns whether nothing failed."""
+    progress = Progress(None if minutes is None else time.monotonic() + 60 * minutes)
+    with ThreadPoolExecutor(jobs) as pool:
+        for number, configuration in enumerate(configurations, 1):
+            head = f"[{number}/{len(configurations)}] {configuration.name}"
+            pool.submit(progress.attempt, recorder, configuration, head)
+    print(
+        f"{progress.done} recorded, {progress.failed} not, {progress.left} left for the next run of the same command"
+    )
+    return progress.failed == 0
 
 
 def parse() -> argparse.Namespace:
@@ -260,6 +284,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--pack", type=Path, metavar="FILE", help="put the folder into one .tar.gz file too")
     parser.add_argument("--stacks", action="store_true", help="Python stacks too, innermost frames only")
     parser.add_argument("--gpu", metavar="NAME", help="let the virtual GPU take the card's place")
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=1,
+        metavar="N",
+        help="several at a time (1), if the card holds them together; seconds and what lies outside the allocator are "
+        "then left out",
+    )
     parser.add_argument("--list", action="store_true", help="list the configurations and leave")
     return parser.parse_args()
 
@@ -292,8 +324,8 @@ def main() -> int:
         print(f"{folder} is for recordings of cards; give another --output", file=sys.stderr)
         return 2
     folder.mkdir(parents=True, exist_ok=True)
-    recorder = Recorder(folder=folder, gpu=gpu, stacks=options.stacks)
-    fine = record_all(recorder, configurations, options.minutes)
+    recorder = Recorder(folder=folder, gpu=gpu, stacks=options.stacks, in_company=options.jobs > 1)
+    fine = record_all(recorder, configurations, options.minutes, options.jobs)
     held = sum(file.stat().st_size for file in folder.iterdir())
     print(f"{folder}: {sum(1 for _ in folder.glob('*.json'))} recordings, {format_bytes(held)}")
     if options.pack is not None:

@@ -1,6 +1,6 @@
 """Runs one configuration and records its memory: a plain CUDA script.
 
-    python program.py NAME --out FOLDER [--stacks] [--fraction F]
+    python program.py NAME --out FOLDER [--stacks] [--in-company]
 
 It writes ``FOLDER/NAME.pickle``, the snapshot that `torch.cuda.memory` makes of the whole run, and
 ``FOLDER/NAME.json``, what the device and the allocator say of themselves. Recording begins when the context is
@@ -125,11 +125,20 @@ def main() -> None:
     parser.add_argument("name", choices=ALL, metavar="NAME", help="a configuration")
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--stacks", action="store_true", help="record Python stacks too (larger files)")
+    parser.add_argument(
+        "--in-company", action="store_true", help="other processes use the card: only the allocator's figures"
+    )
     options = parser.parse_args()
     configuration = ALL[options.name]
     if not torch.cuda.is_available():
         parser.exit(1, "program.py: PyTorch sees no CUDA card on this machine\n")
     facts = record(configuration, options.out / f"{options.name}.pickle", stacks=options.stacks)
+    if options.in_company:
+        if facts["oom"] is not None and configuration.memory_bytes is None:
+            parser.exit(1, "program.py: ran out of memory beside other processes, which says nothing\n")
+        facts["outside_bytes"] = None
+        for step in facts["steps"]:
+            step["outside_bytes"] = step["seconds"] = None
     facts["packages"] = {name: importlib.metadata.version(name) for name in configuration.packages}
     (options.out / f"{options.name}.json").write_text(json.dumps(facts), encoding="utf-8")
 

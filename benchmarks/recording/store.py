@@ -66,9 +66,10 @@ class Recording:
         return int(self.facts["statistics"]["reserved_bytes.all.peak"])
 
     @property
-    def context_bytes(self) -> int:
-        """Held on the device outside the allocator when the run ended."""
-        return int(self.facts["outside_bytes"]["end"])
+    def context_bytes(self) -> int | None:
+        """Held on the device outside the allocator when the run ended; None where others used the card too."""
+        outside = self.facts["outside_bytes"]
+        return None if outside is None else int(outside["end"])
 
     @property
     def is_of_these_programs(self) -> bool:
