@@ -97,7 +97,7 @@ def test_json(vramfit: Command, tmp_path: Path) -> None:
     assert told["fits"] is True and told["joined"] is True and told["launcher"] is None
     assert told["worst"] == {"rank": 0, "why": ["all that ran are alike"]}
     first, last = told["ranks"]
-    assert first["stands_for"] == [{"first": 1, "last": 62, "alike": True}]
+    assert first["stands_for"] == [{"first": 1, "last": 62, "alike": True, "same_place": False}]
     assert (last["rank"], last["node"], last["stands_for"]) == (63, 7, [])
     assert first["peak"]["reserved_bytes"] == QUICK.devices[0].peak_reserved_bytes
     assert sum(first["categories"].values()) == first["peak"]["allocated_bytes"]

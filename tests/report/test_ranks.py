@@ -62,7 +62,38 @@ def test_ranks_in_a_row_that_are_alike_are_one_row(world: WorldMemory) -> None:
     text = " ".join(" ".join(lines).split())
     assert "ran: 0, 4, 6, 15" in text
     assert "4 ran since another rank waited for them" in text
-    assert "5 did not run, between two that differ: taken to be like the larger, rank 6" in text
+    assert (
+        "5 did not run and may differ from all that did: taken to be like the larger of the neighbours that ran, rank 6"
+        in text
+    )
+
+
+def test_ranks_that_hold_the_same_place_are_one_row() -> None:
+    places = {
+        place: tuple(
+            RankSpan(first=rank, last=rank, alike=place != 2, same_place=place != 2)
+            for rank in range(place + 4, 64, 4)
+        )
+        for place in (0, 1, 2)
+    }
+    rest = tuple(RankSpan(first=rank, last=rank, alike=False) for rank in range(3, 64, 4))
+    found = world_memory(
+        {rank: run(64 * rank) for rank in (0, 1, 2)},
+        size=64,
+        per_node=8,
+        spans={**places, 2: (*places[2], *rest)},
+    )
+    assert [row.name for row in found.rows] == ["0, 4, ..., 60", "1, 5, ..., 61", "2"]
+    text = flat(render(found, width=120))
+    assert "ranks that hold the same place in the program's groups are taken to be alike" in text
+    assert "ranks between two" not in text
+    assert "3, 6 to 7, ..., 62 to 63 did not run and may differ from all that did" in text
+    assert to_json(found)["ranks"][1]["stands_for"][0] == {
+        "first": 5,
+        "last": 5,
+        "alike": True,
+        "same_place": True,
+    }
 
 
 @pytest.mark.parametrize("width", [20, 40, 60, 80, 120])

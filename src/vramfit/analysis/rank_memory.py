@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -22,12 +22,15 @@ class RankSpan:
 
     Attributes:
         first, last: their numbers.
-        alike: both neighbours that ran are alike; False where they differ, and the larger stands for them.
+        alike: they are taken to be like it; False where they may differ, and it is the larger of their neighbours.
+        same_place: they are, since it holds the same place in the program's groups; False where they lie between two
+            that are alike.
     """
 
     first: int
     last: int
     alike: bool = True
+    same_place: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,15 +107,13 @@ class RankMemory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AlikeRanks:
-    """Ranks in a row that are alike.
+    """Ranks that are alike.
 
     Attributes:
         ranks: those that ran.
-        last: number of the last one, also where it did not run.
     """
 
     ranks: tuple[RankMemory, ...]
-    last: int
 
     @property
     def first(self) -> RankMemory:
@@ -121,9 +122,10 @@ class AlikeRanks:
 
     @property
     def name(self) -> str:
-        """Their numbers."""
-        first = self.first.rank
-        return f"{first}" if first == self.last else f"{first} to {self.last}"
+        """Their numbers, with those that did not run and are taken to be like them."""
+        spans = [(rank.rank, rank.rank) for rank in self.ranks]
+        spans += [(one.first, one.last) for rank in self.ranks for one in rank.stands_for if one.alike]
+        return rank_numbers(spans)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,6 +142,28 @@ class NodeMemory:
     last: int
     ranks: int
     pinned: int
+
+
+def rank_numbers(spans: Iterable[tuple[int, int]], most: int = 4) -> str:
+    """Numbers of ranks in words: neighbours as one span, and of many spans the first two and the last.
+
+    >>> rank_numbers([(0, 0), (5, 6), (1, 3)])
+    '0 to 3, 5 to 6'
+    >>> rank_numbers((rank, rank) for rank in range(2, 64, 8))
+    '2, 10, ..., 58'
+
+    Args:
+        spans: the first and the last of each.
+        most: so many spans are listed.
+    """
+    joined: list[tuple[int, int]] = []
+    for first, last in sorted(spans):
+        if joined and joined[-1][1] == first - 1:
+            joined[-1] = (joined[-1][0], last)
+        else:
+            joined.append((first, last))
+    words = [f"{first}" if first == last else f"{first} to {last}" for first, last in joined]
+    return ", ".join(words if len(words) <= most else [*words[:2], "...", words[-1]])
 
 
 class PeerKind(Enum):
@@ -234,15 +258,11 @@ class WorldMemory:
 
     @property
     def rows(self) -> tuple[AlikeRanks, ...]:
-        """The ranks that ran, those in a row that are alike together."""
-        found: list[AlikeRanks] = []
+        """The ranks that ran, those that are alike together: of a pipeline, those of one stage."""
+        found: dict[object, list[RankMemory]] = {}
         for rank in self.ranks:
-            last = max((span.last for span in rank.stands_for if span.alike), default=rank.rank)
-            if found and found[-1].last == rank.rank - 1 and found[-1].first.kind == rank.kind:
-                found[-1] = AlikeRanks(ranks=(*found[-1].ranks, rank), last=last)
-            else:
-                found.append(AlikeRanks(ranks=(rank,), last=last))
-        return tuple(found)
+            found.setdefault((rank.kind, rank.stages), []).append(rank)
+        return tuple(AlikeRanks(ranks=tuple(ranks)) for ranks in found.values())
 
     @property
     def fits(self) -> bool | None:

@@ -26,7 +26,7 @@ from vramfit.virtual.data_dependent.assume import assumption
 from vramfit.virtual.ranks.rank_place import MOST_RANKS, PER_NODE
 from vramfit.virtual.virtual_run import VirtualRun
 from vramfit.virtual.worlds.rank_choice import ChoiceKind, rank_choice, standings
-from vramfit.virtual.worlds.world_run import World, WorldRun, kinds_of, run_world
+from vramfit.virtual.worlds.world_run import World, WorldRun, kinds_of, places_of, run_world
 
 Program = str | os.PathLike[str] | Callable[..., object]
 
@@ -104,8 +104,10 @@ def memory_of(found: WorldRun, launcher: str = "") -> WorldMemory:
     spans: dict[int, list[RankSpan]] = {}
     if found.choice.kind is ChoiceKind.AUTO:
         kinds = kinds_of(found.runs, found.world)
-        for one in standings(kinds, lambda rank: _reserved(found.runs[rank])):
-            spans.setdefault(one.rank, []).append(RankSpan(first=one.first, last=one.last, alike=one.alike))
+        order = places_of(found.runs, found.world).order(kinds)
+        for one in standings(kinds, lambda rank: _reserved(found.runs[rank]), order):
+            span = RankSpan(first=one.first, last=one.last, alike=one.alike, same_place=one.same_place)
+            spans.setdefault(one.rank, []).append(span)
     return world_memory(
         {rank: _of_its_card(run) for rank, run in found.runs.items()},
         size=found.world.size,

@@ -9,7 +9,15 @@ from typing import Any
 from rich.text import Text
 
 from vramfit.analysis import NAMES, DeviceVerdict, Outcome
-from vramfit.analysis.rank_memory import NEVER_JOINED, Balance, PeerKind, RankMemory, WorldMemory
+from vramfit.analysis.rank_memory import (
+    NEVER_JOINED,
+    Balance,
+    PeerKind,
+    RankMemory,
+    RankSpan,
+    WorldMemory,
+    rank_numbers,
+)
 from vramfit.plain import to_plain
 from vramfit.report.folding import broken, table
 from vramfit.report.rendering import json_values, printed_as_page, to_json
@@ -69,7 +77,7 @@ class _WorldReport(Sections):
         yield from self._warnings(found)
 
     def _ranks(self, found: WorldMemory) -> Iterator[Text]:
-        """Ranks that are alike in a row, and where their bytes are."""
+        """Ranks that are alike in one row, and where their bytes are."""
         shown = found.rows
         styles = ["bold" if found.decisive in row.ranks else "" for row in shown]
         rows = [
@@ -140,15 +148,19 @@ class _WorldReport(Sections):
         waited = tuple(rank for rank in found.ranks if rank.waited_for)
         if waited:
             notes.append(f"{_numbers(waited)} ran since another rank waited for them")
-        if any(span.alike for rank in found.ranks for span in rank.stands_for):
+        taken = [span for rank in found.ranks for span in rank.stands_for if span.alike]
+        if any(span.same_place for span in taken):
+            notes.append(
+                "ranks that hold the same place in the program's groups are taken to be alike, as those that ran are"
+            )
+        if any(not span.same_place for span in taken):
             notes.append("ranks between two that ran and are alike are taken to be like them")
-        for rank in found.ranks:
-            for span in rank.stands_for:
-                if not span.alike:
-                    one = f"{span.first}" if span.first == span.last else f"{span.first} to {span.last}"
-                    notes.append(
-                        f"{one} did not run, between two that differ: taken to be like the larger, rank {rank.rank}"
-                    )
+        notes += [
+            f"{_spans(doubtful)} did not run and may differ from all that did: taken to be like the larger of the "
+            f"neighbours that ran, rank {rank.rank}"
+            for rank in found.ranks
+            if (doubtful := [span for span in rank.stands_for if not span.alike])
+        ]
         if found.known < found.size:
             missing = found.size - found.known
             notes.append(f"nothing is known of {counted(missing, 'other rank')}: --rank all runs every one")
@@ -268,14 +280,12 @@ def _part(rank: RankMemory, kind: Category) -> int:
 
 
 def _numbers(ranks: Sequence[RankMemory]) -> str:
-    """Numbers of ranks, those in a row as a span."""
-    spans: list[tuple[int, int]] = []
-    for rank in ranks:
-        if spans and spans[-1][1] == rank.rank - 1:
-            spans[-1] = (spans[-1][0], rank.rank)
-        else:
-            spans.append((rank.rank, rank.rank))
-    return ", ".join(f"{first}" if first == last else f"{first} to {last}" for first, last in spans)
+    """Numbers of ranks that ran, all of them."""
+    return rank_numbers(((rank.rank, rank.rank) for rank in ranks), most=len(ranks))
+
+
+def _spans(spans: Sequence[RankSpan]) -> str:
+    return rank_numbers((span.first, span.last) for span in spans)
 
 
 @json_values.register(WorldMemory)
@@ -340,7 +350,10 @@ def _rank(rank: RankMemory) -> dict[str, Any]:
         "node": rank.node,
         "device": card.index,
         "other_devices": [{"device": one.index, "total_bytes": one.used} for one in rank.strays],
-        "stands_for": [{"first": one.first, "last": one.last, "alike": one.alike} for one in rank.stands_for],
+        "stands_for": [
+            {"first": one.first, "last": one.last, "alike": one.alike, "same_place": one.same_place}
+            for one in rank.stands_for
+        ],
         "waited_for": rank.waited_for,
         "fits": rank.verdict.fits,
         "outcome": rank.verdict.outcome.name.lower(),

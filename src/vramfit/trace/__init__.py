@@ -18,6 +18,7 @@ from vramfit.trace.model import Segment as Segment
 from vramfit.trace.model import TraceDevice as TraceDevice
 from vramfit.trace.outcome import EXPERT_RANKS as EXPERT_RANKS
 from vramfit.trace.outcome import PIPELINE_STAGES as PIPELINE_STAGES
+from vramfit.trace.outcome import PROCESS_GROUPS as PROCESS_GROUPS
 from vramfit.trace.outcome import RAN_OUT as RAN_OUT
 from vramfit.trace.outcome import ChangeKind as ChangeKind
 from vramfit.trace.outcome import CudnnNote as CudnnNote

@@ -217,9 +217,9 @@ class FileChanges:
         return tuple(entry for entry in self.entries if entry.kind is kind)
 
 
-PIPELINE_STAGES, EXPERT_RANKS = "pipeline_stages", "expert_ranks"
-"""Keys of a trace's ``meta``: the stages of a pipeline that a rank has, ``0,7/8``, and the ranks with which it
-exchanges tokens for experts, ``0,1,2,3``."""
+PIPELINE_STAGES, EXPERT_RANKS, PROCESS_GROUPS = "pipeline_stages", "expert_ranks", "process_groups"
+"""Keys of a trace's ``meta``: the stages of a pipeline that a rank has, ``0,7/8``; the ranks with which it exchanges
+tokens for experts, ``0,1,2,3``; the groups of the whole world that the program makes, as `MadeGroups` writes them."""
 
 RAN_OUT = "ran_out"
 """Key of a trace's meta: 1 where the run ended by running out of memory, 0 where it did not; absent where unknown."""

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from analysis.synthetic import oom_run, quick_run
 from vramfit.errors import UsageError
 from vramfit.gpus import find_gpu
-from vramfit.trace import Run
+from vramfit.trace import PROCESS_GROUPS, Run
+from vramfit.virtual.ranks.made_groups import MadeGroups
 from vramfit.virtual.virtual_run import VirtualRun
 from vramfit.virtual.worlds import world_run
-from vramfit.virtual.worlds.rank_choice import rank_choice
-from vramfit.virtual.worlds.world_run import World, WorldRun, run_world
+from vramfit.virtual.worlds.rank_choice import rank_choice, standings
+from vramfit.virtual.worlds.world_run import World, WorldRun, kinds_of, places_of, run_world
 
 H100 = VirtualRun(gpu=find_gpu("H100"), alloc_conf="")
 QUICK = quick_run()
@@ -79,7 +82,70 @@ def test_auto_looks_for_the_rank_where_kinds_change_and_ends(pretend: Callable[.
     found = run_world(lambda _: ["t.py"], H100, World(size=8))
     assert {2, 3} <= set(found.runs) and len(found.runs) == 5
     pretend(lambda rank: replace(QUICK, host_pinned_peak_bytes=rank))
-    assert len(run_world(lambda _: ["t.py"], H100, World(size=1024)).runs) == 8
+    assert len(run_world(lambda _: ["t.py"], H100, World(size=8)).runs) == 8
+    found = run_world(lambda _: ["t.py"], H100, World(size=1024))
+    assert len(found.runs) == 9  # 1016 too: the card of its node is that of rank 0
+    assert not any(one.alike for one in standings(kinds_of(found.runs, found.world), int, range(1024)))
+
+
+def mesh(*sizes: int) -> list[tuple[int, ...]]:
+    """The groups of a mesh of ranks: those of each dimension."""
+    ranks = np.arange(math.prod(sizes)).reshape(sizes)
+    rows = [np.moveaxis(ranks, dim, -1).reshape(-1, size) for dim, size in enumerate(sizes)]
+    return [tuple(group) for groups in rows for group in groups.tolist()]
+
+
+def of_chunks(rows: int, size: int) -> Callable[[int], int]:
+    """The rows of each rank, as `torch.chunk` cuts them."""
+    whole = -(-rows // size)
+    return lambda rank: max(0, min(whole, rows - rank * whole))
+
+
+@pytest.mark.parametrize(
+    ("size", "groups", "kind", "ran"),
+    [
+        # HYBRID_SHARD: each of a node's eight holds other slices, and the nodes are alike.
+        pytest.param(16, mesh(2, 8), lambda rank: rank % 8, 10, id="hybrid shard"),
+        pytest.param(1024, mesh(128, 8), lambda rank: rank % 8, 10, id="hybrid shard of many nodes"),
+        pytest.param(1024, mesh(128, 8), lambda rank: of_chunks(29, 8)(rank % 8), 7, id="uneven hybrid"),
+        pytest.param(16, mesh(2, 4, 2), lambda rank: rank // 2 % 4, 8, id="hybrid shard and tensor parallel"),
+        pytest.param(512, mesh(64, 8), lambda rank: of_chunks(128, 64)(rank // 8), 2, id="even shards"),
+        pytest.param(512, mesh(64, 8), lambda rank: of_chunks(127, 64)(rank // 8), 10, id="uneven shards"),
+        pytest.param(64, mesh(8, 8), lambda rank: of_chunks(31, 8)(rank % 8), 7, id="uneven tensor parallel"),
+        pytest.param(64, mesh(4, 8, 2), lambda rank: rank // 16, 7, id="stages"),
+        pytest.param(
+            64,
+            mesh(4, 8, 2),
+            lambda rank: (rank // 16, rank % 2),
+            11,
+            id="stages of uneven tensor parallelism",
+        ),
+        pytest.param(16, mesh(4, 4), lambda rank: rank % 4 == 0, 5, id="experts"),
+        pytest.param(32, [], lambda rank: rank % 8 == 0, 6, id="one that works for its node"),
+        pytest.param(1024, [], of_chunks(11008, 1024), 9, id="uneven shards of the world"),
+        pytest.param(16, [], lambda rank: rank == 0, 6, id="one that works for all"),
+    ],
+)
+def test_no_rank_is_told_of_as_another_kind(
+    pretend: Callable[..., Pretender],
+    size: int,
+    groups: list[tuple[int, ...]],
+    kind: Callable[[int], object],
+    ran: int,
+) -> None:
+    made, numbers = MadeGroups(), list(dict.fromkeys(map(kind, range(size))))
+    for group in groups:
+        made.add(group)
+    trace = replace(QUICK.trace, meta={**QUICK.trace.meta, PROCESS_GROUPS: made.text})
+    pretend(lambda rank: replace(QUICK, trace=trace, host_pinned_peak_bytes=numbers.index(kind(rank))))
+    found = run_world(lambda _: ["t.py"], H100, World(size=size))
+    kinds = kinds_of(found.runs, found.world)
+    told = standings(kinds, int, places_of(found.runs, found.world).order(kinds))
+    assert sum(one.last - one.first + 1 for one in told) + len(kinds) == size
+    for one in told:
+        if one.alike:
+            assert {kind(rank) for rank in range(one.first, one.last + 1)} == {kind(one.rank)}
+    assert len(found.runs) == ran
 
 
 def test_no_rank_is_started_after_one_that_failed(pretend: Callable[..., Pretender]) -> None:

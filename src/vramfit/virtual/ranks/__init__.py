@@ -80,7 +80,7 @@ def install(mode: OpRunner, place: RankPlace, patches: PatchStack) -> Communicat
     )
     for overload, handler in rules.items():
         patches.item(RULES, overload, handler)
-    process_groups.install(mode, place, communicators, patches)
+    process_groups.install(mode, place, communicators, roles, patches)
     rank_objects.install(mode, place, mailbox, patches)
     sharding.install(patches)
     communication_buffers.install(mode.meter, patches)

@@ -23,6 +23,7 @@ from vramfit.torch_internals.names import in_signature_of
 from vramfit.virtual.op_runner import OpRunner
 from vramfit.virtual.ranks.communicators import Communicators
 from vramfit.virtual.ranks.rank_place import RankPlace
+from vramfit.virtual.ranks.rank_roles import RankRoles
 from vramfit.virtual.ranks.rank_store import RankStore
 from vramfit.virtual.torch_cuda.memory import NativeAllocator
 from vramfit.virtual.torch_cuda.refused import refuse_symmetric_memory
@@ -105,11 +106,13 @@ class ProcessGroupGloo(metaclass=_HandleClass):
     """Stands for ``torch.distributed.ProcessGroupGloo`` where other ranks are not there."""
 
 
-def install(mode: OpRunner, place: RankPlace, communicators: Communicators, patches: PatchStack) -> None:
+def install(
+    mode: OpRunner, place: RankPlace, communicators: Communicators, roles: RankRoles, patches: PatchStack
+) -> None:
     """Let the program make process groups, and DDP, FSDP and DTensor work in them."""
     _patch_stores(mode, place, patches)
     _patch_backends(mode, place, communicators, patches)
-    _patch_splitting(patches)
+    _patch_splitting(roles, patches)
     _note_batches(communicators, patches)
     _leave_untimed(patches)
     refuse_symmetric_memory(internals.SymmetricMemory, patches)
@@ -283,7 +286,7 @@ def _note_batches(communicators: Communicators, patches: PatchStack) -> None:
     patches.rebind([(original, batch)])
 
 
-def _patch_splitting(patches: PatchStack) -> None:
+def _patch_splitting(roles: RankRoles, patches: PatchStack) -> None:
     """``split_group``: a subgroup of this rank's. NCCL would split its communicator; the handle has none."""
 
     def split_group(
@@ -303,9 +306,10 @@ def _patch_splitting(patches: PatchStack) -> None:
             )
         numbers = internals.group_ranks()[parent_pg or world]
         of_world = {number: rank for rank, number in numbers.items()}
+        groups = [[of_world[number] for number in ranks] for ranks in split_ranks]
+        roles.groups(groups)
         mine = None
-        for ranks in split_ranks:
-            members = [of_world[number] for number in ranks]
+        for members in groups:
             if distributed.get_rank() in members:
                 mine = distributed.new_group(
                     members, timeout=timeout, pg_options=pg_options, group_desc=group_desc, backend=backend

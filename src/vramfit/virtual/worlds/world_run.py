@@ -13,11 +13,13 @@ from pathlib import Path
 
 from vramfit.errors import UsageError
 from vramfit.launch.interrupts import passed_on_to_all
-from vramfit.trace import Run
+from vramfit.trace import PROCESS_GROUPS, Run
 from vramfit.virtual.ranks import rank_waits
+from vramfit.virtual.ranks.made_groups import groups_of_all
 from vramfit.virtual.ranks.rank_place import MOST_PER_NODE, PER_NODE, RankPlace
 from vramfit.virtual.virtual_run import VirtualRun, run_in_child
 from vramfit.virtual.worlds.rank_choice import MOST_BETWEEN, ChoiceKind, RankChoice, between
+from vramfit.virtual.worlds.rank_places import MOST_TRIED, PlaceGuesses, rank_places
 
 _LOOK = 0.1  # seconds between two looks at who waits
 _MOST_AT_ONCE = 256
@@ -92,6 +94,12 @@ def kinds_of(runs: Mapping[int, Run], world: World) -> dict[int, tuple[object, .
     return {rank: kind_of(run, world.place(rank)) for rank, run in runs.items()}
 
 
+def places_of(runs: Mapping[int, Run], world: World) -> PlaceGuesses:
+    """Which places ranks hold in the groups that those that ran tell of."""
+    groups = groups_of_all(str(run.trace.meta.get(PROCESS_GROUPS, "")) for run in runs.values())
+    return rank_places(groups, world.size, world.per_node)
+
+
 def run_world(
     command: Callable[[RankPlace], list[str]],
     options: VirtualRun,
@@ -99,7 +107,7 @@ def run_world(
     choice: RankChoice = RankChoice(),  # noqa: B008 - frozen
     progress: Callable[[str], object] | None = None,
 ) -> WorldRun:
-    """Run ranks of a program; see NOTE [Kinds of ranks] in rank_choice.py.
+    """Run ranks of a program; see NOTE [Kinds of ranks] in rank_choice.py and NOTE [Places] in rank_places.py.
 
     Once a rank has failed for another reason than memory, no further one is started.
 
@@ -117,19 +125,30 @@ def run_world(
         side = _SideBySide(command, options, world, Path(folder), progress or (lambda _: None))
         side.run(choice.first(world.size))
         if choice.kind is ChoiceKind.AUTO:
-            left = MOST_BETWEEN
-            while left > 0 and not side.failed:
-                further = between(kinds_of(side.runs, world))[:left]
-                if not further:
-                    break
-                side.run(further)
-                left -= len(further)
+            _run_kinds(side, world)
         return WorldRun(
             world=world,
             choice=choice,
             runs=dict(sorted(side.runs.items())),
             waited_for=tuple(sorted(side.waited_for - set(choice.first(world.size)))),
         )
+
+
+def _run_kinds(side: _SideBySide, world: World) -> None:
+    """Run further ranks, until kinds are known or enough have run."""
+    tries, left = MOST_TRIED, MOST_BETWEEN
+    while not side.failed:
+        kinds, places = kinds_of(side.runs, world), places_of(side.runs, world)
+        untried = places.untried(kinds) if tries else None
+        if untried is not None:
+            side.run((untried,))
+            tries -= 1
+            continue
+        further = between(kinds, places.order(kinds))[:left]
+        if not further:
+            break
+        side.run(further)
+        left -= len(further)
 
 
 class _SideBySide:
