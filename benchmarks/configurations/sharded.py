@@ -53,7 +53,7 @@ def fsdp2(
     precision: str,
     optimizer: str,
 ) -> Program:
-    """Llama under FSDP2 in mixed precision, in the order of torchtitan: blocks recomputed, compiled, sharded; then the root.
+    """Llama under FSDP2 in mixed precision, as torchtitan has it: blocks recomputed, compiled, sharded; then the root.
 
     Args:
         iterations: of the loop, which is one step of the program.

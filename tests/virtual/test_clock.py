@@ -208,3 +208,44 @@ def test_memory_that_nothing_is_written_to_takes_no_time(gpu):
     assert gpu.run.seconds_simulated == before
     torch.zeros(1 << 20, device="cuda")
     assert gpu.run.seconds_simulated > before
+
+
+def test_a_host_runs_ahead_of_its_card_as_far_as_the_launch_queue():
+    clock = Clock()
+    for _ in range(1024):
+        clock.work(10, 0, 0)
+    assert clock.host_us == 0
+    clock.work(10, 0, 3)
+    assert clock.host_us == 10
+    clock.work(1, 0, 0, Engine.NONE)  # an event takes no place in the queue
+    assert clock.host_us == 10
+
+
+def test_a_freed_block_comes_back_once_the_host_has_seen_its_stream_pass(gpu):
+    side = torch.cuda.Stream()
+    active = []
+    for _ in range(4):
+        block = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            block.add_(1)
+        block.record_stream(side)
+        torch.cuda.current_stream().wait_stream(side)
+        del block
+        torch.ones(1, device="cuda").item()
+        active.append(torch.cuda.memory_stats()["active_bytes.all.peak"])
+    assert active == [active[0]] * 4
+    assert active[0] < 1.5 * 2**28
+    assert not [warned for warned in gpu.run.warnings if warned.code == "blocks-await-streams"]
+
+
+def test_a_run_whose_frees_depend_on_the_host_is_not_certain(gpu):
+    side = torch.cuda.Stream()
+    for _ in range(3):
+        block = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
+        with torch.cuda.stream(side):
+            block.add_(1)
+        block.record_stream(side)
+        del block
+    assert torch.cuda.memory_stats()["active_bytes.all.current"] == 3 * 2**28
+    assert [warned.code for warned in gpu.run.warnings] == ["blocks-await-streams"]

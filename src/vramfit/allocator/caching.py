@@ -26,9 +26,10 @@ class CachingAllocator(ReleasingStore):
         on_freed: called once, as (address, size, stream), instead of with both events for a block that is free as soon
             as it is given back. Whoever gives it knows what it asked for: blocks that are handed out without further
             ado are not told to `on_event`, which leaves the short paths open too.
-        event_query: whether a stream is done with all it was given, called once for each block that waits
-            for it, at each request. Without it, blocks wait until `process_events` or `synchronize` is
-            called, or memory runs out.
+        event_record: called as (stream, address) when a freed block begins to wait for a stream.
+        event_query: whether a stream (its id, then the block's address) has reached that point; asked at each request
+            until it says no. Without it, blocks wait until `process_events` or `synchronize` is called, or memory
+            runs out.
     """
 
     # Requests
@@ -254,10 +255,10 @@ class CachingAllocator(ReleasingStore):
         if self._captures:
             return
         if streams is None:
-            self._process_events(lambda _stream: True)
+            self._process_events(lambda _stream, _address: True)
         else:
             done = frozenset(streams)
-            self._process_events(done.__contains__)
+            self._process_events(lambda stream, _address: stream in done)
 
     def synchronize(self) -> None:
         """Finish everything on the device, as ``torch.cuda.synchronize`` does."""

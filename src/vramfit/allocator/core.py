@@ -156,7 +156,8 @@ class BlockStore:
         on_event: EventCallback | None = None,
         on_segment: EventCallback | None = None,
         on_freed: FreedCallback | None = None,
-        event_query: Callable[[int], bool] | None = None,
+        event_record: Callable[[int, int], None] | None = None,
+        event_query: Callable[[int, int], bool] | None = None,
     ) -> None:
         self.driver = driver
         self.device = device
@@ -167,6 +168,7 @@ class BlockStore:
         self._on_event = on_event
         self._on_segment = on_event if on_segment is None else on_segment
         self._on_freed = on_freed
+        self._event_record = event_record
         self._event_query = event_query
         self._stats = DeviceStats()
         self._small = Pool(small=True, stats=self._stats.small)
@@ -370,6 +372,8 @@ class BlockStore:
         for stream in streams:
             block.events += 1
             self._events.setdefault(stream, deque()).append(block)
+            if self._event_record is not None:
+                self._event_record(stream, block.address)
 
     def _complete(self, block: Block) -> None:
         """Free a pending block that no stream uses any more."""

@@ -304,12 +304,12 @@ class ReleasingStore(ExpandableStore):
             if block.events == 0:
                 self._complete(block)
 
-    def _process_events(self, done: Callable[[int], bool]) -> None:
+    def _process_events(self, done: Callable[[int, int], bool]) -> None:
         """Free the pending blocks whose streams are done with them, in each stream's order."""
         self._insert_deferred_events()
         for stream in tuple(self._events):
             queue = self._events[stream]
-            while queue and done(stream):
+            while queue and done(stream, queue[0].address):
                 self._event_done(queue.popleft())
             if not queue:
                 del self._events[stream]

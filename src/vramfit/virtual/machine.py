@@ -30,10 +30,18 @@ from vramfit.virtual.data_dependent.assume import Assume, Assumptions, assumptio
 from vramfit.virtual.kernels.measured import MeasuredTable
 from vramfit.virtual.op_call import WorkspaceAsker
 from vramfit.virtual.pinned import PinnedMemory
-from vramfit.virtual.simulated_streams import Clock, Engine, StreamTable
+from vramfit.virtual.simulated_streams import BlockEvents, Clock, Engine, StreamTable
 
 MIB = 1 << 20
 DEFAULT_SEED = 67280421310721  # c10/core/GeneratorImpl.h: default_rng_seed_val
+
+_AWAITED_SHARE = 64
+"""Blocks that wait for streams are mentioned once they take this part of what is reserved."""
+
+_AWAITED = (
+    "freed memory waits for other streams that used it (record_stream), so the peak depends on how far the host runs "
+    "ahead of the card: taken to be as far as the launch queue allows, the most; a card reserves this or less"
+)
 
 _UUID_NAMESPACE = uuid.UUID("8d3c3b1e-6f0e-5a56-9f0e-3a1f5d3a7c11")
 
@@ -69,6 +77,7 @@ class VirtualDevice:
         self.spec = spec
         self.context_bytes = context_bytes
         self._libraries: set[str] = set()
+        self._awaits = False
         self.rng = PhiloxState()
         self.uuid = device_uuid(spec, physical_index)
 
@@ -84,6 +93,13 @@ class VirtualDevice:
     def allocator(self) -> CachingAllocator:
         """Its caching allocator; created when it is first used, and only then are the settings read."""
         machine, index = self._machine, self.index
+        events = BlockEvents(machine.clock, index)
+
+        def passed(stream: int, address: int) -> bool:
+            done = events.passed(stream, address)
+            if not done:
+                self._note_awaited()
+            return done
 
         def on_event(kind: AllocatorEventKind, address: int, size: int, stream: int) -> None:
             if machine.on_event is not None:
@@ -96,10 +112,21 @@ class VirtualDevice:
             device=index,
             on_event=on_event if machine.observes_blocks else None,
             on_segment=on_event,
+            event_record=events.record,
+            event_query=passed,
             on_freed=partial(machine.on_freed, index)
             if machine.observes_blocks and machine.on_freed is not None
             else None,
         )
+
+    def _note_awaited(self) -> None:
+        """Say that the run depends on how far the host is ahead, once enough memory waits for other streams."""
+        if self._awaits:
+            return
+        allocated, active, reserved = self.allocator.figures()
+        if (active - allocated) * _AWAITED_SHARE > reserved:
+            self._awaits = True
+            self._machine.warn("blocks-await-streams", _AWAITED)
 
     def use_library(self, name: str) -> None:
         """Let the context grow by what was measured for a CUDA library, when a program first uses that library."""

@@ -5,13 +5,14 @@ A card computes on one stream while its copy engines carry bytes of others to th
 Programming Guide, "Overlap of Data Transfer and Kernel Execution"; asyncEngineCount is 2 or more on every card of the
 catalogue). Work begins when its stream is done with what it was given before, when the host has got that far, and when
 its engine is free. Kernels of several streams and cards follow one another: how far they share a card, or whether one
-reads what another writes, is not known. The host itself takes no time; it only waits.
+reads what another writes, is not known. The host itself takes no time; it only waits: for a value, for a stream, and
+where _QUEUED launches are under way, for the oldest of them.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import Counter, deque
 from enum import Enum
 
 # c10/cuda/CUDAStream.cpp: a pool of 2^5 streams per priority and device, handed out in turn. A stream's id is
@@ -21,6 +22,9 @@ STREAMS_PER_POOL = 32
 LOWEST_PRIORITY = 0
 HIGHEST_PRIORITY = -3  # c10/cuda/CUDAStream.h: max_compile_time_stream_priorities is 4
 _TYPE_BITS = 4
+_QUEUED = 1024
+"""Launches that a card accepts ahead of their execution; the next one waits in the driver."""
+
 _HANDLE_BASE = 0x5581_0000_0000
 _HANDLE_STRIDE = 0x2A0
 
@@ -94,6 +98,7 @@ class Clock:
         self._streams: dict[tuple[int, int], float] = {}
         self._processors = 0.0  # of all cards
         self._engines: dict[tuple[Engine, int], float] = {}
+        self._queue: deque[float] = deque(maxlen=_QUEUED)
         self._lock = threading.Lock()
 
     def work(self, microseconds: float, device: int, stream: int, engine: Engine = Engine.COMPUTE) -> None:
@@ -114,6 +119,11 @@ class Clock:
                 begin = max(begin, self._engines.get(by, 0.0))
                 self._engines[by] = end = begin + microseconds
             self._streams[key] = end
+            if engine is not Engine.NONE:
+                queue = self._queue
+                if len(queue) == _QUEUED and queue[0] > self._host:
+                    self._host = queue[0]  # the oldest launch has to be done before one more is accepted
+                queue.append(end)
             if end > self.now_us:
                 self.now_us = end
 
@@ -127,6 +137,11 @@ class Clock:
         with self._lock:
             self._streams[key] = max(self._streams.get(key, 0.0), until)
 
+    @property
+    def host_us(self) -> float:
+        """How far the host has come, in microseconds."""
+        return self._host
+
     def work_host(self, microseconds: float) -> None:
         """Let the host itself work, while streams go on with the work that they have."""
         self.hold_host(self._host + microseconds)
@@ -136,3 +151,27 @@ class Clock:
         with self._lock:
             self._host = max(self._host, until)
             self.now_us = max(self.now_us, until)
+
+
+class BlockEvents:
+    """The events for which the allocator lets freed blocks wait: one on each other stream that used a block.
+
+    Args:
+        clock: of the machine.
+        device: whose allocator asks.
+    """
+
+    def __init__(self, clock: Clock, device: int) -> None:
+        self._clock, self._device = clock, device
+        self._times: dict[tuple[int, int], float] = {}
+
+    def record(self, stream: int, address: int) -> None:
+        """Note how far a stream has to come before it is done with a block."""
+        self._times[stream, address] = self._clock.reached(self._device, stream)
+
+    def passed(self, stream: int, address: int) -> bool:
+        """Whether the stream is that far, as the host sees it now."""
+        if self._times[stream, address] > self._clock.host_us:
+            return False
+        del self._times[stream, address]
+        return True
