@@ -81,6 +81,7 @@ def test_workspaces_move_the_reserved_peak_where_the_allocated_one_is_known(conv
     ("network", "batch", "optimizer", "card", "figure"),
     [
         pytest.param(mnasnet, 200, torch.optim.RMSprop, "RTX 3060", 2134, id="MnasNet"),
+        pytest.param(mnasnet, 717, torch.optim.AdamW, "RTX 3060", 5810, id="MnasNet-717"),
         pytest.param(regnet_x_400mf, 616, torch.optim.RMSprop, "RTX 3060", 3428, id="RegNetX400MF"),
         pytest.param(regnet_y_400mf, 698, torch.optim.SGD, "RTX 4060", 4956, id="RegNetY400MF"),
         pytest.param(vgg16, 480, torch.optim.Adagrad, "RTX 3060", 9280, id="VGG16"),
@@ -170,6 +171,41 @@ def test_a_block_that_was_not_taken_may_be() -> None:
     both = [*may_be, Estimate(row, 0, 0, 40 * MIB, kind=1)]
     above = reserved_bar(run.trace, 0, both).above
     assert above > 48 * MIB, "where the first takes less than the second, each has a segment of its own"
+
+
+def test_what_one_choice_decides_is_off_together() -> None:
+    count = 48
+
+    def program() -> None:
+        held = [torch.empty(20 * MIB, dtype=torch.uint8, device="cuda") for _ in range(count)]
+        del held
+
+    run = measured(program)
+    rows = request_rows(run)
+    apart = [
+        Estimate(row, 0, 20 * MIB * (i % 2), 20 * MIB * (1 - i % 2), kind=i) for i, row in enumerate(rows)
+    ]
+    chosen = [estimate._replace(choice="less" if estimate.below else "more") for estimate in apart]
+    half = count // 2 * 20 * MIB
+    # All together they are even; drawn one by one, hardly ever all of one half alone.
+    free, together = (reserved_bar(run.trace, 0, found) for found in (apart, chosen))
+    assert max(together.below, together.above) >= half - 2 * MIB
+    assert free != together
+
+
+@pytest.mark.parametrize(
+    ("network", "chosen"), [(vgg16, False), (convnext_tiny, False), (regnet_x_400mf, True)]
+)
+def test_choices_widen_the_bars_of_groups_and_1x1_alone(
+    network: Callable[[], nn.Module], chosen: bool
+) -> None:
+    run = measured(lambda: train(network(), 24))
+    assert any(estimate.choice for estimate in run.estimates) is chosen
+    plain = [estimate._replace(choice="") for estimate in run.estimates]
+    with_choices, without = (reserved_bar(run.trace, 0, found) for found in (run.estimates, plain))
+    assert (with_choices != without) is chosen
+    assert with_choices.below >= without.below
+    assert with_choices.above >= without.above
 
 
 def test_a_failed_request_that_smaller_estimates_would_serve_is_uncertain() -> None:

@@ -36,7 +36,9 @@ MIB = 1 << 20
 DEFAULT_SEED = 67280421310721  # c10/core/GeneratorImpl.h: default_rng_seed_val
 
 _AWAITED_SHARE = 64
-"""Blocks that wait for streams are mentioned once they take this part of what is reserved."""
+"""Memory that is reserved while other streams are waited for is mentioned once it is this part of all that is."""
+
+_GROWS = (AllocatorEventKind.SEGMENT_ALLOC, AllocatorEventKind.SEGMENT_MAP)
 
 _AWAITED = (
     "freed memory waits for other streams that used it (record_stream), so the peak depends on how far the host runs "
@@ -95,13 +97,9 @@ class VirtualDevice:
         machine, index = self._machine, self.index
         events = BlockEvents(machine.clock, index)
 
-        def passed(stream: int, address: int) -> bool:
-            done = events.passed(stream, address)
-            if not done:
-                self._note_awaited()
-            return done
-
         def on_event(kind: AllocatorEventKind, address: int, size: int, stream: int) -> None:
+            if kind in _GROWS and not self._awaits:
+                self._note_awaited(size)
             if machine.on_event is not None:
                 machine.on_event(index, kind, address, size, stream)
 
@@ -113,18 +111,16 @@ class VirtualDevice:
             on_event=on_event if machine.observes_blocks else None,
             on_segment=on_event,
             event_record=events.record,
-            event_query=passed,
+            event_query=events.passed,
             on_freed=partial(machine.on_freed, index)
             if machine.observes_blocks and machine.on_freed is not None
             else None,
         )
 
-    def _note_awaited(self) -> None:
-        """Say that the run depends on how far the host is ahead, once enough memory waits for other streams."""
-        if self._awaits:
-            return
+    def _note_awaited(self, taken: int) -> None:
+        """Say that the run depends on how far the host is ahead: much was reserved while as much waited for streams."""
         allocated, active, reserved = self.allocator.figures()
-        if (active - allocated) * _AWAITED_SHARE > reserved:
+        if min(active - allocated, taken) * _AWAITED_SHARE > reserved:
             self._awaits = True
             self._machine.warn("blocks-await-streams", _AWAITED)
 

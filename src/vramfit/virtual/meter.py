@@ -350,7 +350,13 @@ class Meter(StorageMeter[VirtualRecord]):
         return None
 
     def estimate(
-        self, held: Iterable[Held], device: int, error: tuple[int, int], op: str, part: int = 0
+        self,
+        held: Iterable[Held],
+        device: int,
+        error: tuple[int, int],
+        op: str,
+        part: int = 0,
+        choice: str = "",
     ) -> None:
         """Note that the sum of a kernel's blocks is an estimate; the trace is where a further block would be taken.
 
@@ -363,25 +369,35 @@ class Meter(StorageMeter[VirtualRecord]):
             error: bytes by which their sum may be lower, and higher.
             op: what needs them.
             part: for which of its results.
+            choice: what decides it together with others, which are then off the same way; empty for none.
         """
         below, above = error
         block = max(held, key=lambda block: (block.spare, block.size), default=None)
         if block is None:
-            self._estimate(-1, device, 0, above, (op, part, above), spare=True)
+            self._estimate(-1, device, 0, above, (op, part, above, choice), spare=True, choice=choice)
         else:
             below = min(below, block.size)
-            kind = (op, part, block.size, below, above)
-            self._estimate(block.row, device, below, above, kind, spare=block.spare)
+            kind = (op, part, block.size, below, above, choice)
+            self._estimate(block.row, device, below, above, kind, spare=block.spare, choice=choice)
 
     def _estimate(
-        self, row: int, device: int, below: int, above: int, kind: tuple[object, ...], *, spare: bool = False
+        self,
+        row: int,
+        device: int,
+        below: int,
+        above: int,
+        kind: tuple[object, ...],
+        *,
+        spare: bool = False,
+        choice: str = "",
     ) -> None:
         """Note a request as an estimate, or, for row -1, one that was not made and may turn out to be."""
         number = self._kinds.setdefault(kind, len(self._kinds))
         if row >= 0:
-            self.estimates.append(Estimate(row, device, below, above, number, spare))
+            self.estimates.append(Estimate(row, device, below, above, number, spare, choice=choice))
         elif above:
-            self.estimates.append(Estimate(len(self.builder), device, 0, above, number, spare, taken=False))
+            row = len(self.builder)
+            self.estimates.append(Estimate(row, device, 0, above, number, spare, taken=False, choice=choice))
 
     def give_back(self, held: Iterable[Held], device: int) -> None:
         """Return blocks that a kernel needed."""

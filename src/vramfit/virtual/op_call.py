@@ -183,6 +183,8 @@ class Extras:
         error_bytes, error_below_bytes: how far their real sum may lie above and below, where a closed library decides.
         between_errors: bytes by which each of ``between`` may be lower and higher; empty where nothing there is an
             estimate.
+        choices: what decides the estimate, or each in ``between``: those that one choice of a library decides are off
+            the same way. Empty: each kind is off on its own.
     """
 
     before: tuple[int, ...] = ()
@@ -191,6 +193,7 @@ class Extras:
     error_below_bytes: int = 0
     between: tuple[tuple[int, ...], ...] = ()
     between_errors: tuple[tuple[int, int], ...] = ()
+    choices: tuple[str, ...] = ()
 
 
 class Spare(int):

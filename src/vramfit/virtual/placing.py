@@ -122,7 +122,8 @@ class Placing:
         """Take what the computation of one of several results needs, scaled as in `take`, and give it back."""
         held = self._meter.temporary(extras.between[part], device, name, scale)
         if extras.between_errors and any(extras.between_errors[part]):
-            self._meter.estimate(held, device, extras.between_errors[part], name, part)
+            choice = extras.choices[part] if extras.choices else ""
+            self._meter.estimate(held, device, extras.between_errors[part], name, part, choice)
         self._meter.note_doubt(device)
         self._meter.give_back(reversed(held), device)
 
@@ -160,7 +161,9 @@ class Placing:
                 addresses += self._workspaces.use(blas, device, context)
             if below or above:
                 if not extras.between_errors:
-                    meter.estimate(held, device, (below, above), name)
+                    meter.estimate(
+                        held, device, (below, above), name, choice=extras.choices[0] if extras.choices else ""
+                    )
                 meter.note_doubt(device)
         finally:
             for address in reversed(addresses):

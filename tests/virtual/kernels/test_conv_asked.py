@@ -120,6 +120,17 @@ def test_an_answer_of_the_same_version_is_certain():
     assert (found.error_below_bytes, found.error_bytes) == (0, 0)
 
 
+def test_products_of_matrices_are_not_certain_and_on_hopper_not_asked():
+    source, weight = cuda(8, 64, 56, 56), cuda(64, 64, 1, 1)
+    rules = conv(source, weight, context(), padding=0)
+    found = conv(source, weight, context(asker=Asker((0,))), padding=0)
+    assert (found.after, found.error_bytes) == ((), rules.after[0] + rules.error_bytes)
+    assert found.choices == rules.choices == ("FORWARD 1x1",)
+    asker = Asker((MIB,))
+    assert conv(source, weight, context("H100 SXM", asker=asker), padding=0).after == ()
+    assert asker.questions == []
+
+
 def test_an_answer_of_another_version_has_the_bar_of_the_rules():
     source, weight = cuda(8, 64, 56, 56), cuda(64, 64, 3, 3)
     rules = conv(source, weight, context())

@@ -283,6 +283,46 @@ def test_capability_8_9_has_engines_of_its_own(filters, changes, forward, told):
     assert bool(strided.after) is (filters[-1] == 5)
 
 
+@pytest.mark.parametrize(
+    ("filters", "side", "groups", "stride", "told"),
+    [
+        ((48, 16, 1, 1), 43, 1, 1, (0, 0, 300 * 48 * 16 * 4)),
+        ((96, 576, 1, 1), 6, 1, 1, (0, 0, 300 * 96 * 576 * 4)),
+        ((320, 1280, 1, 1), 1, 1, 1, (0, 0, 0)),
+        ((320, 1152, 1, 1), 3, 1, 1, (17_372_160,) * 3),
+        ((160, 16, 3, 3), 6, 10, 1, (13_916_160,) * 3),
+        ((32, 3, 3, 3), 86, 1, 2, (0, None, 0)),
+    ],
+    ids=["1x1", "1x1-small", "1x1-pixel", "1x1-tiny", "groups", "colours"],
+)
+def test_what_an_h200_took(filters, side, groups, stride, told):
+    # The engines that torch 2.11 with cuDNN 9.19 ran there for most shapes alike, in trainings of MnasNet and RegNetX
+    ctx, padding = context("H200"), filters[-1] // 2
+    source, weight = cuda(300, filters[1] * groups, side, side), cuda(*filters)
+    out = (side + 2 * padding - filters[-1]) // stride + 1
+    found = conv(source, weight, ctx, stride=stride, padding=padding, groups=groups)
+    assert found.after == ((told[0],) if told[0] else ())
+    if stride == 1:
+        grad = cuda(300, filters[0], out, out)
+        found = backward(grad, source, weight, [True, True, False], ctx, padding=padding, groups=groups)
+        assert found.between[:2] == tuple((size,) if size else () for size in told[1:])
+
+
+@pytest.mark.parametrize(
+    ("filters", "changes", "choice"),
+    [
+        ((128, 64, 3, 3), {}, ""),
+        ((128, 64, 1, 1), {"padding": 0}, "FORWARD 1x1"),
+        ((128, 64, 1, 1), {"padding": 0, "stride": 2}, "FORWARD 1x1 strided"),
+        ((128, 16, 3, 3), {"groups": 4}, "FORWARD groups"),
+    ],
+)
+def test_one_choice_decides_the_engine_of_many_shapes(filters, changes, choice):
+    assert conv(cuda(8, 64, 32, 32), cuda(*filters), **changes).choices == (choice,)
+    last = conv(channels_last(8, 64, 32, 32), channels_last(*filters), **changes)
+    assert last.choices == ("",)
+
+
 def test_a_transposed_convolution_reads_what_it_makes():
     # Its gradient is a plain convolution of the gradient that comes in
     grad, source, weight = cuda(8, 24, 32, 32), cuda(8, 64, 32, 32), cuda(64, 24, 1, 1)

@@ -18,7 +18,13 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from vramfit.cudnn.questions import ConvAnswer, ConvPass, ConvPlan, ConvQuestion, TensorShape
-from vramfit.virtual.kernels.conv_workspace import Pass, Shapes, WorkspaceEstimate, estimate
+from vramfit.virtual.kernels.conv_workspace import (
+    Pass,
+    Shapes,
+    WorkspaceEstimate,
+    estimate,
+    multiplies_by_image,
+)
 from vramfit.virtual.op_call import Alternatives, KernelContext, Spare, WorkspaceAsker
 
 _PASSES = {
@@ -53,7 +59,7 @@ def asked_workspace(
         ctx: the card, whose ``asker`` is asked.
     """
     asker = ctx.asker
-    if asker is None:
+    if asker is None or multiplies_by_image(shapes, ctx):
         return None
     question = _question(shapes, kind, geometry, alignments, ctx)
     answer = asker.plans(question)
@@ -62,13 +68,15 @@ def asked_workspace(
     first = answer.plans[0].workspace
     anywhere = (first, *answer.at_other_clocks)
     least, most = min(anywhere), max(anywhere)
-    if asker.version != ctx.cudnn:
+    choice = ""
+    if asker.version != ctx.cudnn or shapes.is_1x1:  # see NOTE [Choices] in conv_workspace.py
         rule = estimate(shapes, kind, ctx)
+        choice = rule.choice
         least, most = min(least, rule.size - rule.below), max(most, rule.size + rule.above)
     if ctx.cudnn_benchmark:
         return _searched(question, answer, (least, most), ctx)
     size = Alternatives(first, lambda: _tries(question, first, asker, ctx)) if first else Spare(0)
-    return WorkspaceEstimate(size=size, above=most - first, below=first - least)
+    return WorkspaceEstimate(size=size, above=most - first, below=first - least, choice=choice)
 
 
 def _question(

@@ -41,7 +41,22 @@ For capability 8.9 cuDNN 9.8 and 9.10 answer otherwise (`_transposes_on_ada`): e
 come first for nearly all forward passes, and ones that transpose everything for gradients of the filters of several
 groups, which take nothing or half of that on 8.6. These answers decide there; nothing is fitted to such a card.
 
+For capability 9.0 an H200 told it (torch 2.11, cuDNN 9.19, nine networks of torchvision at three batch sizes each, the
+workspace of every call): 3 x 3 and several groups transpose everything in every pass, filters of 3 x 3 that read an
+image's three colours take nothing. Those of 1 x 1 multiply matrices image by image where an image has 36 pixels and
+more: with nothing for data (487 of 510 kinds of calls), and with the filters' gradients of each image where these are
+up to four times everything else (220 of 246).
+
 What else an engine of the list would take bounds the estimate. Half precision was not measured.
+
+NOTE [Choices]
+Which engine comes first for filters of 1 x 1 and for several groups changes from release to release, card to card and
+batch to batch, for many shapes at once. 9.10, 9.19 and 9.26 were asked about RegNets, MnasNet, MobileNets and ResNet-50
+for capabilities 8.6 and 8.9 at batches of 200 and 500: what the first plan takes differs by more than a fifth of the
+data for 3 in 4 shapes of 1 x 1 and for 5 in 6 of several groups with unit stride, by bytes for 1 in 10 of 3 x 3
+forward. So these estimates are off together (`WorkspaceEstimate.choice`), and the bar of reserved memory counts with
+it. Without a card cuDNN does not list the products image by image either that the H200 ran for half the calls by 1 x 1:
+what it answers for these is not certain.
 
 NOTE [Benchmark mode]
 ``torch.backends.cudnn.benchmark`` tries every engine once for each new convolution of a thread
@@ -58,7 +73,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 import torch
@@ -81,6 +96,18 @@ _FEW_PIXELS = 650_000
 
 _FEW_IMAGE_PIXELS = 64
 """Most pixels of an image, as the filters make it, that count as few: answers change between 36 and 121."""
+
+_TINY_IMAGE_PIXELS = 16
+"""Most pixels of an image for which capability 9.0 does not multiply image by image: between 9 and 36."""
+
+_OFTEN_BY_IMAGE, _EVER_BY_IMAGE = 4, 20
+"""Up to how many times everything else the filters' gradients of all images may take there, mostly and at all."""
+
+_COLOURS = 3
+"""Most channels of an image as it is fed in."""
+
+_HOPPER = 90
+"""Compute capability of the cards whose engines were measured call by call. See NOTE [TF32]."""
 
 _ADA = 89
 """Compute capability of the cards whose engines are chosen otherwise. See NOTE [TF32]."""
@@ -154,6 +181,8 @@ class WorkspaceEstimate:
         above, below: by how many bytes it may be more, and less.
         trial: bytes of the largest workspace of the search that comes before it; 0 for no search.
         clears: the search ends with an emptied cache.
+        choice: what decides it together with others, which are then off the same way; empty where the engine is known
+            well enough. See NOTE [Choices].
     """
 
     size: int
@@ -161,6 +190,7 @@ class WorkspaceEstimate:
     below: int
     trial: int = 0
     clears: bool = False
+    choice: str = ""
 
     def entries(self, preceding: int) -> tuple[int, ...]:
         """The same as entries of `Extras`, in a list that takes so many blocks before it."""
@@ -184,7 +214,23 @@ def uses_tensor_cores(dtype: torch.dtype, ctx: KernelContext) -> bool:
 def estimate(shapes: Shapes, kind: Pass, ctx: KernelContext) -> WorkspaceEstimate:
     """Workspace of one convolution with the engine that cuDNN's heuristics put first."""
     size, above, below = _uncapped(shapes, kind, ctx)
-    return _capped(size, above, below, ctx)
+    return replace(_capped(size, above, below, ctx), choice=_choice(shapes, kind, ctx))
+
+
+def _choice(shapes: Shapes, kind: Pass, ctx: KernelContext) -> str:
+    """What decides the engine together with those of other shapes; empty where it is known. See NOTE [Choices]."""
+    by_matrices = set(shapes.weight[2:]) == {1}
+    if not (by_matrices or shapes.groups > 1) or not _transposes(shapes, ctx):
+        return ""
+    what = "groups" if shapes.groups > 1 else "1x1 few" if shapes.few_pixels else "1x1"
+    return f"{kind.name} {what}" + ("" if shapes.unit_stride else " strided")
+
+
+def _transposes(shapes: Shapes, ctx: KernelContext) -> bool:
+    """Float32 on tensor cores from contiguous data of two dimensions, and not one channel a group."""
+    single = shapes.dtype is torch.float32 and uses_tensor_cores(shapes.dtype, ctx)
+    depthwise = shapes.groups > 1 and shapes.weight[1] == 1
+    return single and not shapes.channels_last and len(shapes.weight) == 4 and not depthwise
 
 
 def _uncapped(shapes: Shapes, kind: Pass, ctx: KernelContext) -> tuple[int, int, int]:
@@ -202,7 +248,7 @@ def _uncapped(shapes: Shapes, kind: Pass, ctx: KernelContext) -> tuple[int, int,
         # Gradients of filters in half precision are summed in float32.
         sums = math.prod(shapes.weight) * 4 if kind is Pass.BACKWARD_FILTER and shapes.dtype in _HALVES else 0
         return padded + sums, 8 * sums + 2 * filters, padded + sums
-    if shapes.dtype is torch.float32 and len(shapes.weight) == 4:
+    if _transposes(shapes, ctx):
         size, most = _single_precision(shapes, kind, ctx)
         return size, max(0, most - size), size
     return whole, whole, whole
@@ -211,6 +257,8 @@ def _uncapped(shapes: Shapes, kind: Pass, ctx: KernelContext) -> tuple[int, int,
 def _single_precision(shapes: Shapes, kind: Pass, ctx: KernelContext) -> tuple[int, int]:
     """Bytes with the likely engine, and with the one that takes most. See NOTE [TF32]."""
     whole = shapes.data + shapes.filters
+    if ctx.sm == _HOPPER:
+        return _on_hopper(shapes, kind)
     if kind is Pass.FORWARD and shapes.is_3x3:
         return 0, shapes.reading
     if shapes.is_3x3:
@@ -224,6 +272,33 @@ def _single_precision(shapes: Shapes, kind: Pass, ctx: KernelContext) -> tuple[i
             return whole if shapes.few_pixels else 0, whole
         return (0 if shapes.groups > 1 else whole), whole
     return _filled_up(shapes, ctx), whole
+
+
+def multiplies_by_image(shapes: Shapes, ctx: KernelContext) -> bool:
+    """Whether a card runs what cuDNN does not list without one. See NOTE [Choices]."""
+    return ctx.sm == _HOPPER and shapes.is_1x1 and _transposes(shapes, ctx)
+
+
+def _on_hopper(shapes: Shapes, kind: Pass) -> tuple[int, int]:
+    """Bytes of the engine that an H200 ran for most shapes alike, and of the one that takes most of those it ran."""
+    whole, edge = shapes.data + shapes.filters, max(shapes.weight[2:])
+    if shapes.is_1x1:
+        pixels = math.prod(shapes.images[1][2:])
+        known = not shapes.few_pixels
+        if kind is not Pass.BACKWARD_FILTER:
+            return whole if 1 < pixels <= _TINY_IMAGE_PIXELS else 0, 0 if known else whole
+        by_image = shapes.images[0][0] * shapes.filters
+        if known:
+            return by_image, by_image
+        most = whole + whole // 2
+        size = 0 if pixels == 1 else by_image if by_image <= _OFTEN_BY_IMAGE * whole else whole
+        return size, max(most, by_image if by_image <= _EVER_BY_IMAGE * whole else 0)
+    most = whole + whole // 2 if kind is Pass.BACKWARD_FILTER else whole
+    coloured = shapes.groups == 1 and shapes.weight[1] <= _COLOURS
+    if edge == 3 and coloured:
+        return 0, most
+    skipped = edge == 1 and not shapes.few_pixels and kind is not Pass.BACKWARD_FILTER
+    return 0 if skipped else whole, most
 
 
 def _transposes_on_ada(shapes: Shapes, kind: Pass) -> bool:

@@ -189,6 +189,7 @@ def _forward(
             after=_followed(_kept(zeros, layout_copy(weight, layout)), found),
             error_bytes=found.above,
             error_below_bytes=found.below,
+            choices=(found.choice,),
         )
     dense = torch.contiguous_format
     before, copy = _kept(layout_copy(source, dense)), layout_copy(weight, dense)
@@ -294,24 +295,25 @@ def _cudnn_backward(
     dense = input_layout is torch.contiguous_format
     taken = conv_layout(weight, weight) if dense else layout  # for the gradient of the input
     parts: list[tuple[int, ...]] = [(), (), summed]
-    errors = [(0, 0)] * len(parts)
+    errors, choices = [(0, 0)] * len(parts), [""] * len(parts)
     if outputs[0] is not None:
         kind = Pass.FORWARD if conv.transposed else Pass.BACKWARD_DATA
         found = _workspace(conv, kind, grad, taken, ctx)
         copy = 0 if copied and input_layout is taken else layout_copy(grad, taken)
         parts[0] = _followed(_kept(layout_copy(weight, taken), copy), found)
-        errors[0] = found.below, found.above
+        errors[0], choices[0] = (found.below, found.above), found.choice
     if outputs[1] is not None:
         found = _workspace(conv, Pass.BACKWARD_FILTER, grad, layout, ctx)
         copy = 0 if copied and input_layout is layout else layout_copy(grad, layout)
         parts[1] = _followed(_kept(copy), found)
-        errors[1] = found.below, found.above
+        errors[1], choices[1] = (found.below, found.above), found.choice
     return Extras(
         before=before,
         between=tuple(parts),
         between_errors=tuple(errors),
         error_bytes=max(above for _, above in errors),
         error_below_bytes=max(below for below, _ in errors),
+        choices=tuple(choices),
     )
 
 
