@@ -32,7 +32,7 @@ from typing import Any
 
 from comparing import asking, figures, predictions, tables, trainings
 from comparing.results import Results
-from comparing.rows import CARDS, MeasuredFigure, Origin, Row, Score
+from comparing.rows import CARDS, MeasuredFigure, Origin, Row, Score, bar_scores
 from recording import store
 from rich.console import Console
 
@@ -41,7 +41,7 @@ from vramfit.writing import write_text
 
 ROOT = Path(__file__).parents[1]
 RECORDINGS = Path(__file__).parent / "recordings"
-SCHEMA = 1
+SCHEMA = 2
 
 
 def find_recordings(folders: Sequence[Path]) -> list[store.Recording]:
@@ -120,6 +120,7 @@ def print_all(
     for origin in Origin:
         tables.print_rows(console, rows, origin)
     tables.print_figures(console, measured)
+    tables.print_bars(console, rows, measured)
     for line in remarks(rows):
         console.print(line, highlight=False, soft_wrap=True, markup=False)
     evidence = [row for row in rows if row.origin.is_evidence]
@@ -174,6 +175,7 @@ def to_json(
         "remarks": remarks(rows),
         "rows": [row.to_dict() for row in rows],
         "measured_by_others": [row.to_dict() for row in measured],
+        "bars": [s.to_dict() for s in bar_scores(rows, measured)],
         "scores": {
             kind: [{**asdict(s), "tool": s.tool.value} for s in found] for kind, found in scores.items()
         },

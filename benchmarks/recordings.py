@@ -27,6 +27,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from comparing.rows import Bar, bars_of
 from recordings_models.streams import Recording, differences
 
 from vramfit.analysis import Measure
@@ -93,7 +94,11 @@ SESSIONS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """One recording beside the prediction, (recorded, predicted) each; sizes in bytes."""
+    """One recording beside the prediction, (recorded, predicted) each; sizes in bytes.
+
+    Attributes:
+        bars: how far the whole run says that its peaks may be off, ``allocated`` and ``reserved``.
+    """
 
     name: str
     peak_allocated: tuple[int, int]
@@ -108,6 +113,7 @@ class Comparison:
     inactive_split: tuple[int, int]
     requests_differing: int
     differences: tuple[str, ...]
+    bars: dict[str, Bar]
 
     @property
     def equal(self) -> bool:
@@ -126,7 +132,7 @@ class Comparison:
                 yield f"{name.replace('_', ' ')} {value[0]:,} recorded, {value[1]:,} predicted"
 
 
-def compare(name: str, recorded: Recording, predicted: Recording) -> Comparison:
+def compare(name: str, recorded: Recording, predicted: Recording, bars: dict[str, Bar]) -> Comparison:
     """Compare a recording with the snapshot of our own program."""
     found = differences(recorded, predicted)
     both = (recorded, predicted)
@@ -149,6 +155,7 @@ def compare(name: str, recorded: Recording, predicted: Recording) -> Comparison:
         inactive_split=pair([r.at_peak.inactive_split for r in both]),
         requests_differing=sum(difference.count for difference in found),
         differences=tuple(str(difference) for difference in found[:10]),
+        bars=bars,
     )
 
 
@@ -162,10 +169,11 @@ def run(session: Session, wanted: Sequence[str]) -> Iterator[Comparison]:
         outcome = run_in_child(command, options)
         if outcome.exit_code:
             raise SystemExit(f"{session.script} failed: {outcome.error}")
+        bars = bars_of(outcome)
         for name, snapshot in session.snapshots.items():
             if name in wanted:
                 recorded = Recording(RECORDINGS / f"{name}.json.gz")
-                yield compare(name, recorded, Recording(Path(folder) / f"{snapshot}.pickle"))
+                yield compare(name, recorded, Recording(Path(folder) / f"{snapshot}.pickle"), bars)
 
 
 def error(pair: tuple[int, int]) -> float:

@@ -20,12 +20,12 @@ from typing import Any
 
 from comparing import results
 from comparing.results import Results
-from comparing.rows import Meaning, MeasuredFigure
+from comparing.rows import Meaning, MeasuredFigure, bars_of
 from comparing.trainings import MeasuredTraining, chosen
 from vramfit.errors import VramfitError
 from vramfit.gpus import find_gpu
 from vramfit.plain import from_plain
-from vramfit.trace import Run, reserved_bar
+from vramfit.trace import Run
 from vramfit.virtual.virtual_run import VirtualRun, run_in_child
 
 BENCHMARKS = Path(__file__).parents[1]
@@ -168,13 +168,11 @@ def _printed(command: Sequence[str]) -> dict[str, Any]:
 def judged(run: Run, meaning: Meaning) -> dict[str, Any]:
     """What a run says of a figure: the size that it counts, with the bar of that size."""
     device = run.devices[0]
+    bars = bars_of(run)
     if meaning is Meaning.ALLOCATED:
-        return {
-            "predicted": device.peak_allocated_bytes,
-            "below": device.error_below_bytes,
-            "above": device.error_above_bytes,
-        }
-    bar = reserved_bar(run.trace, device.index, run.estimates)
+        bar = bars["allocated"]
+        return {"predicted": device.peak_allocated_bytes, "below": bar.below, "above": bar.above}
+    bar = bars["reserved"]
     outside = device.context_bytes if meaning is Meaning.DEVICE else 0
     return {"predicted": device.peak_reserved_bytes + outside, "below": bar.below, "above": bar.above}
 

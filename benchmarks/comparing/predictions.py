@@ -18,7 +18,7 @@ from recordings_models import streams
 
 from comparing import published, results
 from comparing.results import Results
-from comparing.rows import Figure, Origin, Row, Stream, Tool
+from comparing.rows import Bar, Figure, Origin, Row, Stream, Tool, bars_of
 from vramfit.analysis import Measure, curves, lifetimes
 from vramfit.errors import VramfitError
 from vramfit.gpus import find_gpu
@@ -107,6 +107,7 @@ def predict(recording: store.Recording, kept: Results) -> Row:
         recording.file.with_suffix(".vft"),
         BENCHMARKS / "recording",
         BENCHMARKS / "comparing" / "predictions.py",
+        BENCHMARKS / "comparing" / "rows.py",
         results.versions(*ALL[recording.name].packages),
     )
     name = f"{recording.file.parent.name}-{recording.name}"
@@ -119,7 +120,7 @@ def predict(recording: store.Recording, kept: Results) -> Row:
         row.with_figures({Tool.VRAMFIT: Figure(**found["figure"])}),
         stream=None if stream is None else _stream(stream),
         predicted_context=found["context"],
-        doubt=found["doubt"],
+        bars=_bars(found["bars"]),
     )
 
 
@@ -134,6 +135,10 @@ def why_not(recording: store.Recording) -> str | None:
 def _stream(plain: Mapping[str, Any]) -> Stream:
     lists = {name: tuple(plain[name]) for name in ("differences", "unequal")}
     return Stream(**{**plain, **lists})
+
+
+def _bars(plain: Mapping[str, Mapping[str, int]]) -> dict[str, Bar]:
+    return {of: Bar(**bar) for of, bar in plain.items()}
 
 
 def _prediction(recording: store.Recording) -> dict[str, Any]:
@@ -154,7 +159,6 @@ def _prediction(recording: store.Recording) -> dict[str, Any]:
     except VramfitError as error:
         return _failed(error.message)
     seconds = time.perf_counter() - began
-    device = run.devices[0]
     return {
         "figure": asdict(
             Figure(
@@ -164,13 +168,13 @@ def _prediction(recording: store.Recording) -> dict[str, Any]:
             )
         ),
         "stream": asdict(_compare(recording, run, facts)),
-        "context": device.context_bytes,
-        "doubt": device.error_above_bytes,
+        "context": run.devices[0].context_bytes,
+        "bars": {of: asdict(bar) for of, bar in bars_of(run).items()},
     }
 
 
 def _failed(reason: str) -> dict[str, Any]:
-    return {"figure": asdict(Figure(reason=reason)), "stream": None, "context": None, "doubt": 0}
+    return {"figure": asdict(Figure(reason=reason)), "stream": None, "context": None, "bars": {}}
 
 
 def _compare(recording: store.Recording, run: Run, facts: Mapping[str, Any]) -> Stream:
@@ -228,6 +232,7 @@ def _session(session: recordings.Session, kept: Results) -> list[dict[str, Any]]
         recordings.MODELS / session.script,
         Path(streams.__file__),
         BENCHMARKS / "recordings.py",
+        BENCHMARKS / "comparing" / "rows.py",
         *(recordings.RECORDINGS / f"{name}.json.gz" for name in session.snapshots),
     )
     name = "session-" + min(session.snapshots)
@@ -264,6 +269,7 @@ def _compared(name: str, comparison: Mapping[str, Any]) -> Row:
         figures={
             Tool.VRAMFIT: Figure(allocated=allocated[1], reserved=reserved[1], seconds=comparison["seconds"])
         },
+        bars=_bars(comparison["bars"]),
         stream=Stream(
             recorded=comparison["requests"][0],
             predicted=comparison["requests"][1],

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
+from statistics import median
 from typing import Any
 
+from vramfit.analysis import verdict
 from vramfit.gpus import find_gpu
+from vramfit.trace import Run
 
 
 class Origin(Enum):
@@ -62,6 +65,28 @@ class Figure:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Bar:
+    """How far a prediction says that it may be off: bytes that the true size may be lower, and higher."""
+
+    below: int = 0
+    above: int = 0
+
+    def holds(self, predicted: int, measured: int) -> bool:
+        """Whether a measured size lies within."""
+        return predicted - self.below <= measured <= predicted + self.above
+
+
+def bars_of(run: Run) -> dict[str, Bar]:
+    """The bars of the peaks of the first card of a run, ``allocated`` and ``reserved``, as its report has them."""
+    device = verdict(run).devices[0]
+    reserved = device.reserved_bar
+    return {
+        "allocated": Bar(below=device.error_below, above=device.error_above),
+        "reserved": Bar(below=reserved.below, above=reserved.above),
+    }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Stream:
     """The requests of a recording beside those of its prediction, in order.
 
@@ -94,7 +119,7 @@ class Row:
         figures: by tool.
         stream: None where nothing was predicted.
         predicted_context: what the virtual GPU holds outside the allocator.
-        doubt: by how much the prediction itself says that its peak may be higher.
+        bars: how far our prediction says that it may be off, of ``allocated`` and ``reserved``; empty without one.
         note: what a reader should know of the row, empty for nothing.
     """
 
@@ -109,7 +134,7 @@ class Row:
     figures: Mapping[Tool, Figure] = field(default_factory=dict)
     stream: Stream | None = None
     predicted_context: int | None = None
-    doubt: int = 0
+    bars: Mapping[str, Bar] = field(default_factory=dict)
     note: str = ""
 
     def with_figures(self, figures: Mapping[Tool, Figure]) -> Row:
@@ -122,6 +147,17 @@ class Row:
         predicted = getattr(figure, of) if figure is not None else None
         recorded: int = getattr(self, of)
         return None if predicted is None or not recorded else 100 * (predicted - recorded) / recorded
+
+    def within(self, *, of: str) -> bool | None:
+        """Whether the recorded ``allocated`` or ``reserved`` lies within our bar; None without a prediction."""
+        predicted = getattr(self.figures.get(Tool.VRAMFIT), of, None)
+        return None if predicted is None else self.bars.get(of, Bar()).holds(predicted, getattr(self, of))
+
+    def width(self, *, of: str) -> float | None:
+        """Width of our bar in percent of the prediction; None without one."""
+        predicted = getattr(self.figures.get(Tool.VRAMFIT), of, None)
+        bar = self.bars.get(of, Bar())
+        return 100 * (bar.below + bar.above) / predicted if predicted else None
 
     def truth(self, card: str) -> bool | None:
         """Whether the program fits a card by what was recorded; None where the recording does not tell.
@@ -149,6 +185,7 @@ class Row:
             tool.value: {of: self.error(tool, of=of) for of in ("allocated", "reserved")}
             for tool in self.figures
         }
+        plain["within_bar"] = {of: self.within(of=of) for of in ("allocated", "reserved")}
         plain["fits"] = {
             card: {
                 "recorded": self.truth(card),
@@ -221,6 +258,11 @@ class MeasuredFigure:
             return None
         return self.predicted - self.below <= self.most and self.least <= self.predicted + self.above
 
+    @property
+    def width(self) -> float | None:
+        """Width of the bar in percent of the prediction; None without one."""
+        return 100 * (self.below + self.above) / self.predicted if self.predicted else None
+
     def to_dict(self) -> dict[str, Any]:
         """The row as JSON can hold it."""
         return {
@@ -262,8 +304,6 @@ class Score:
 
 def score(tool: Tool, rows: list[Row]) -> Score:
     """Errors and verdicts of one tool over the rows that it was asked about."""
-    from statistics import median
-
     asked = [row for row in rows if tool in row.figures]
     told = [row for row in asked if row.figures[tool].reserved is not None]
 
@@ -288,3 +328,51 @@ def score(tool: Tool, rows: list[Row]) -> Score:
         judged=len(judged),
         seconds=median(seconds) if seconds else None,
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BarScore:
+    """How many measured sizes lie outside our own error bars, of one kind of evidence.
+
+    Attributes:
+        origin: the kind.
+        of: what was measured: ``allocated`` or ``reserved`` of recordings, ``figure`` of what others measured.
+        judged: sizes with a prediction; a program that ran out of memory here alone counts as outside.
+        outside: how many of them lie outside the bar.
+        width: median width of the bars in percent of the prediction, None without one.
+    """
+
+    origin: Origin
+    of: str
+    judged: int
+    outside: int
+    width: float | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The score as JSON can hold it."""
+        return {**asdict(self), "origin": self.origin.value}
+
+
+def bar_scores(rows: Sequence[Row], measured: Sequence[MeasuredFigure]) -> list[BarScore]:
+    """The scores of every kind of evidence that is there."""
+    found: list[tuple[Origin, str, list[tuple[bool | None, float | None]]]] = [
+        (origin, of, [(row.within(of=of), row.width(of=of)) for row in rows if row.origin is origin])
+        for origin in (Origin.PUBLISHED, Origin.CARD)
+        for of in ("allocated", "reserved")
+    ]
+    found.append((Origin.MEASURED, "figure", [(row.within, row.width) for row in measured]))
+    scores = []
+    for origin, of, pairs in found:
+        judged = [within for within, _ in pairs if within is not None]
+        widths = [width for within, width in pairs if within is not None and width is not None]
+        if judged:
+            scores.append(
+                BarScore(
+                    origin=origin,
+                    of=of,
+                    judged=len(judged),
+                    outside=judged.count(False),
+                    width=median(widths) if widths else None,
+                )
+            )
+    return scores

@@ -8,7 +8,7 @@ from statistics import median
 from rich.console import Console
 from rich.table import Table
 
-from comparing.rows import CARDS, MeasuredFigure, Origin, Row, Score, Tool, score
+from comparing.rows import CARDS, BarScore, MeasuredFigure, Origin, Row, Score, Tool, bar_scores, score
 
 MIB = 1 << 20
 TITLES = {
@@ -79,8 +79,11 @@ def _print_notes(console: Console, row: Row) -> None:
         lines.append(row.note)
     if row.stream is not None:
         lines += [*row.stream.unequal, *row.stream.differences]
-    if row.doubt and row.error(Tool.VRAMFIT, of="reserved"):
-        lines.append(f"the prediction itself says: up to {row.doubt / MIB:,.0f} MiB more")
+    for of in ("allocated", "reserved"):
+        bar = row.bars.get(of)
+        if bar is not None and row.error(Tool.VRAMFIT, of=of):
+            where = "within" if row.within(of=of) else "outside"
+            lines.append(f"{of}: {where} the bar, -{bar.below / MIB:,.1f} +{bar.above / MIB:,.1f} MiB")
     for line in lines:
         console.print(f"  {row.name}: {line}", markup=False, highlight=False, soft_wrap=True)
 
@@ -118,6 +121,23 @@ def print_scores(console: Console, rows: Sequence[Row], title: str) -> list[Scor
         highlight=False,
         soft_wrap=True,
     )
+    return scores
+
+
+def print_bars(console: Console, rows: Sequence[Row], measured: Sequence[MeasuredFigure]) -> list[BarScore]:
+    """How many measured sizes lie outside our own error bars, by kind of evidence, and how wide these are."""
+    scores = bar_scores(rows, measured)
+    if not scores:
+        return scores
+    table = Table(title="Our own error bars", title_justify="left")
+    table.add_column("evidence", no_wrap=True)
+    table.add_column("measured", no_wrap=True)
+    for column in ("predicted", "outside", "median width"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for s in scores:
+        width = "-" if s.width is None else f"{s.width:.2f} %"
+        table.add_row(TITLES[s.origin], s.of, f"{s.judged:,}", f"{s.outside:,}", width)
+    console.print(table)
     return scores
 
 

@@ -8,7 +8,19 @@ from typing import Any
 import pytest
 from comparing import formula, predictions, published
 from comparing.results import Results, digest
-from comparing.rows import CARDS, Figure, Origin, Row, Tool, room_on, score
+from comparing.rows import (
+    CARDS,
+    Bar,
+    Figure,
+    Meaning,
+    MeasuredFigure,
+    Origin,
+    Row,
+    Tool,
+    bar_scores,
+    room_on,
+    score,
+)
 from configurations.catalogue import Precision
 
 from vramfit.trace import EventKind, TraceBuilder
@@ -61,6 +73,51 @@ def test_a_row_as_json_names_tools_and_errors() -> None:
     assert plain["origin"] == "card"
     assert plain["errors_percent"]["vramfit"] == {"allocated": 5.0, "reserved": 0.0}
     assert plain["fits"]["H100 SXM"] == {"recorded": True, "vramfit": True}
+
+
+def test_a_recorded_peak_lies_within_the_bar_or_not_on_either_side() -> None:
+    bars = {"allocated": Bar(below=GIB, above=0), "reserved": Bar(below=0, above=GIB)}
+
+    def told(allocated: int, reserved: int) -> Row:
+        figure = Figure(allocated=allocated * GIB, reserved=reserved * GIB)
+        return row(figures={Tool.VRAMFIT: figure}, bars=bars)
+
+    high, low = told(21, 21), told(19, 23)
+    assert high.within(of="allocated") and high.within(of="reserved")
+    assert low.within(of="allocated") is False and low.within(of="reserved") is False
+    assert high.width(of="allocated") == pytest.approx(100 / 21)
+    assert high.to_dict()["within_bar"] == {"allocated": True, "reserved": True}
+    assert high.to_dict()["bars"]["reserved"] == {"below": 0, "above": GIB}
+    missing = row(figures={Tool.VRAMFIT: Figure(reason="no program")})
+    assert missing.within(of="allocated") is None and missing.width(of="allocated") is None
+    assert row(figures={Tool.VRAMFIT: Figure(allocated=20 * GIB, reserved=22 * GIB)}).within(of="reserved")
+
+
+def test_bars_are_scored_by_kind_of_evidence() -> None:
+    figure, bars = Figure(allocated=20 * GIB, reserved=20 * GIB), {"reserved": Bar(above=GIB)}
+    rows = [
+        row(figures={Tool.VRAMFIT: figure}, bars=bars),
+        row(figures={Tool.VRAMFIT: figure}, bars=bars, reserved=21 * GIB),
+        row(figures={Tool.VRAMFIT: Figure(reason="no program")}),
+        row(origin=Origin.VIRTUAL, figures={Tool.VRAMFIT: figure}, bars=bars),
+    ]
+    measured = MeasuredFigure(
+        name="a",
+        source="someone",
+        device="RTX 4090",
+        torch="",
+        meaning=Meaning.RESERVED,
+        least=GIB,
+        most=GIB,
+        ran_out=True,
+    )
+    told = [(s.origin, s.of, s.judged, s.outside, s.width) for s in bar_scores(rows, [measured])]
+    assert told == [
+        (Origin.CARD, "allocated", 2, 0, 0),
+        (Origin.CARD, "reserved", 2, 1, 5),
+        (Origin.MEASURED, "figure", 1, 1, None),
+    ]
+    assert bar_scores(rows, [])[1].to_dict()["origin"] == "card"
 
 
 @pytest.mark.parametrize(
