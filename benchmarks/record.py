@@ -257,7 +257,7 @@ class Progress:
 
 
 def record_all(
-    recorder: Recorder, configurations: Sequence[Configuration], minutes: float | None, jobs: int
+    recorder: Recorder, configurations: Sequence[Configuration], minutes: float | None, jobs: int = 1
 ) -> bool:
     """Record what is not there yet, as long as the time lasts; returns whether nothing failed."""
     progress = Progress(None if minutes is None else time.monotonic() + 60 * minutes)

@@ -65,7 +65,15 @@ def test_a_pending_neighbour_does_not_merge() -> None:
 
 def test_events_are_asked_at_each_request_when_there_is_somebody_to_ask() -> None:
     done: set[int] = set()
-    allocator, _ = make(event_query=lambda stream, _address: stream in done)
+
+    class Events:
+        def record(self, stream: int, address: int) -> None:
+            pass
+
+        def passed(self, stream: int, address: int) -> bool:
+            return stream in done
+
+    allocator, _ = make(stream_events=Events())
     address = allocator.malloc(20 * MIB)
     allocator.record_stream(address, 5)
     allocator.free(address)

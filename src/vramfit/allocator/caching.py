@@ -26,10 +26,8 @@ class CachingAllocator(ReleasingStore):
         on_freed: called once, as (address, size, stream), instead of with both events for a block that is free as soon
             as it is given back. Whoever gives it knows what it asked for: blocks that are handed out without further
             ado are not told to `on_event`, which leaves the short paths open too.
-        event_record: called as (stream, address) when a freed block begins to wait for a stream.
-        event_query: whether a stream (its id, then the block's address) has reached that point; asked at each request
-            until it says no. Without it, blocks wait until `process_events` or `synchronize` is called, or memory
-            runs out.
+        stream_events: records the events for which freed blocks wait, and is asked for them at each request. Without
+            it, blocks wait until `process_events` or `synchronize` is called, or memory runs out.
     """
 
     # Requests
@@ -125,8 +123,8 @@ class CachingAllocator(ReleasingStore):
     def _malloc_in_full(self, size: int, stream: int) -> int:
         if size <= 0:
             return 0
-        if self._event_query is not None and self._pending and not self._captures:
-            self._process_events(self._event_query)
+        if self._stream_events is not None and self._pending and not self._captures:
+            self._process_events(self._stream_events.passed)
         rounded = self._rounding.block(size)
         if size >= EXABYTE:
             raise self._out_of_memory(size, rounded)

@@ -12,6 +12,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
 from enum import IntEnum
+from typing import Protocol
 
 from vramfit.allocator.block import (
     ADDRESS_BITS,
@@ -138,6 +139,16 @@ _FREE_REQUESTED = AllocatorEventKind.FREE_REQUESTED
 _FREE_COMPLETED = AllocatorEventKind.FREE_COMPLETED
 
 
+class StreamEvents(Protocol):
+    """The events for which freed blocks wait, one on each other stream that used a block."""
+
+    def record(self, stream: int, address: int) -> None:
+        """Record an event on a stream, for the block at an address."""
+
+    def passed(self, stream: int, address: int) -> bool:
+        """Whether the stream has reached that event."""
+
+
 class BlockStore:
     """Blocks, pools and counters of one device; the base of `CachingAllocator`.
 
@@ -156,8 +167,7 @@ class BlockStore:
         on_event: EventCallback | None = None,
         on_segment: EventCallback | None = None,
         on_freed: FreedCallback | None = None,
-        event_record: Callable[[int, int], None] | None = None,
-        event_query: Callable[[int, int], bool] | None = None,
+        stream_events: StreamEvents | None = None,
     ) -> None:
         self.driver = driver
         self.device = device
@@ -168,8 +178,7 @@ class BlockStore:
         self._on_event = on_event
         self._on_segment = on_event if on_segment is None else on_segment
         self._on_freed = on_freed
-        self._event_record = event_record
-        self._event_query = event_query
+        self._stream_events = stream_events
         self._stats = DeviceStats()
         self._small = Pool(small=True, stats=self._stats.small)
         self._large = Pool(small=False, stats=self._stats.large)
@@ -372,8 +381,8 @@ class BlockStore:
         for stream in streams:
             block.events += 1
             self._events.setdefault(stream, deque()).append(block)
-            if self._event_record is not None:
-                self._event_record(stream, block.address)
+            if self._stream_events is not None:
+                self._stream_events.record(stream, block.address)
 
     def _complete(self, block: Block) -> None:
         """Free a pending block that no stream uses any more."""

@@ -95,7 +95,6 @@ class VirtualDevice:
     def allocator(self) -> CachingAllocator:
         """Its caching allocator; created when it is first used, and only then are the settings read."""
         machine, index = self._machine, self.index
-        events = BlockEvents(machine.clock, index)
 
         def on_event(kind: AllocatorEventKind, address: int, size: int, stream: int) -> None:
             if kind in _GROWS and not self._awaits:
@@ -110,8 +109,7 @@ class VirtualDevice:
             device=index,
             on_event=on_event if machine.observes_blocks else None,
             on_segment=on_event,
-            event_record=events.record,
-            event_query=events.passed,
+            stream_events=BlockEvents(machine.clock, index),
             on_freed=partial(machine.on_freed, index)
             if machine.observes_blocks and machine.on_freed is not None
             else None,
