@@ -30,7 +30,7 @@ _ROOM = 1.03  # contexts and allocators differ a little from card to card
 _LARGER = 1.05
 """How much larger a card must be to be offered in place of one that ran out."""
 
-_UNBOUNDED = ("size-without-bound", "op-without-rule", RAN_EAGERLY)
+_UNBOUNDED = ("size-without-bound", "op-without-rule", "compiled-autotune", RAN_EAGERLY)
 """Warnings that leave the error bar without a guarantee."""
 
 VARIES = 130 * MIB
@@ -123,7 +123,8 @@ class Verdict:
         runs_out_at: the iteration about which memory runs out if it goes on growing; None where nothing leaks, or
             memory ran out already.
         bounded: whether the error bar covers everything that was not followed. False if a size depends on data without
-            a bound, an op has no rule, or code that should be compiled ran eagerly.
+            a bound, an op has no rule, code that should be compiled ran eagerly, or kernels would be
+            chosen by timing.
     """
 
     outcome: Outcome
@@ -294,7 +295,7 @@ def _device(run: Run, found: DeviceOutcome, ran_out: bool, tensors: int) -> Devi
         bar = ReservedBar(
             below=bar.below + compiled.reserved_below,
             above=bar.above + compiled.reserved_above,
-            serves=bar.serves or (ran_out_here and _serves(run, compiled)),
+            serves=bar.serves or (ran_out_here and _serves(run, breakdown, compiled)),
         )
     return DeviceVerdict(
         index=found.index,
@@ -312,10 +313,10 @@ def _device(run: Run, found: DeviceOutcome, ran_out: bool, tensors: int) -> Devi
     )
 
 
-def _serves(run: Run, bar: CompiledBar) -> bool:
+def _serves(run: Run, breakdown: Breakdown, bar: CompiledBar) -> bool:
     """Whether the request that failed may be served within a bar that no replay tried."""
-    oom = run.oom
-    return oom is not None and oom.requested_bytes - oom.free_bytes <= bar.reserved_below
+    oom, released = run.oom, breakdown.fragmentation.releasable
+    return oom is not None and oom.requested_bytes - oom.free_bytes - released <= bar.reserved_below
 
 
 def _no_card(run: Run) -> DeviceVerdict:

@@ -1,10 +1,10 @@
 """Inductor's trials of padded matrix products, on the virtual card.
 
-While it compiles, Inductor times products whose sides do not suit the tensor cores, as they are and padded (``pad_mm``).
-It makes operands for that on the card, and both results: with a vocabulary of 50,257 that can be the peak of a program.
-torch's own code runs here, so the same requests are made. Nothing is timed: products stay as they are, which is what
-the recorded cards chose for nearly all. A card keeps its choices on disk, so a program that was compiled there before
-tries nothing and needs less; as in a first run, nothing is known here.
+While it compiles, Inductor times products whose sides do not suit the tensor cores, as they are and padded
+(``pad_mm``). It makes operands for that on the card, and both results: with a vocabulary of 50,257 that can be the peak
+of a program. torch's own code runs here, so the same requests are made. Nothing is timed: products stay as they are. A
+machine keeps its choices on disk, so a program that was compiled there before tries nothing and needs less; here it is
+always the first run.
 """
 
 from __future__ import annotations
@@ -37,10 +37,8 @@ def install(mode: OpRunner, patches: PatchStack) -> None:
 
     @contextmanager
     def here() -> Iterator[None]:
-        with (
-            disable_current_modes(),
-            mode,
-        ):  # the compiler's would remember our views, and with them their memory
+        # The compiler's modes would remember our views, and with them their memory.
+        with disable_current_modes(), mode:
             yield
 
     def in_force(key: str) -> bool | None:

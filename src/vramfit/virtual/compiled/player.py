@@ -27,8 +27,8 @@ from vramfit.virtual.torch_cuda.cuda_graphs import PoolId, new_pool_id
 
 
 GRAPHS = (
-    "torch.compile was asked for CUDA graphs (reduce-overhead): what their pools keep between calls is followed roughly, "
-    "and a card may hold more"
+    "torch.compile was asked for CUDA graphs (reduce-overhead): what their pools keep between calls is followed "
+    "roughly, and a card may hold more"
 )
 
 
