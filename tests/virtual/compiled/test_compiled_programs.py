@@ -249,7 +249,7 @@ def test_what_was_compiled_has_a_bar_and_is_certain_within_it(gpu: VirtualGPU, g
     assert decided and found.certain and found.fits
     assert (found.device.error_below, found.device.error_above) == (decided // 32, decided // 32)
     bar = found.device.reserved_bar
-    assert (bar.below, bar.above) == (decided // 8, decided // (4 if graphs else 8))
+    assert (bar.below, bar.above) == (decided // 8, decided // (2 if graphs else 8))
 
 
 @pytest.mark.parametrize("beyond", [1 << 22, 1 << 33], ids=["by less than the bar", "by far"])
