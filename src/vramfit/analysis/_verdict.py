@@ -9,7 +9,7 @@ from enum import Enum
 from vramfit.analysis._phases import growth, phases
 from vramfit.analysis.breakdown import Breakdown, Moment, at, oom_row, peak
 from vramfit.analysis.shortage import LARGER_CARD, Shortage, context_alone
-from vramfit.analysis.uncompiled import RAN_EAGERLY, uncompiled_bar
+from vramfit.analysis.uncompiled import RAN_EAGERLY, CompiledBar, compiled_bar
 from vramfit.gpus import GpuKind, GpuSpec, catalogue
 from vramfit.trace import (
     NO_BAR,
@@ -30,7 +30,7 @@ _ROOM = 1.03  # contexts and allocators differ a little from card to card
 _LARGER = 1.05
 """How much larger a card must be to be offered in place of one that ran out."""
 
-_UNBOUNDED = ("size-without-bound", "op-without-rule", "blocks-await-streams", RAN_EAGERLY)
+_UNBOUNDED = ("size-without-bound", "op-without-rule", "blocks-await-streams", "compiled-autotune", RAN_EAGERLY)
 """Warnings that leave the error bar without a guarantee."""
 
 VARIES = 130 * MIB
@@ -123,7 +123,8 @@ class Verdict:
         runs_out_at: the iteration about which memory runs out if it goes on growing; None where nothing leaks, or
             memory ran out already.
         bounded: whether the error bar covers everything that was not followed. False if a size depends on data without
-            a bound, an op has no rule, or code that should be compiled ran eagerly.
+            a bound, an op has no rule, code that should be compiled ran eagerly, or kernels would be
+            chosen by timing.
     """
 
     outcome: Outcome
@@ -288,10 +289,14 @@ def _device(run: Run, found: DeviceOutcome, ran_out: bool, tensors: int) -> Devi
     else:
         breakdown = _with_request(at(run.trace, row, found.index, tensors=tensors), run.oom)
     bar = reserved_bar(run.trace, found.index, run.estimates)
-    below, above = uncompiled_bar(run.warnings, breakdown.categories)
-    if below or above:
+    compiled = compiled_bar(run.warnings, breakdown.categories)
+    if compiled != CompiledBar():
         ran_out_here = ran_out and run.oom is not None and run.oom.device == found.index
-        bar = ReservedBar(below=bar.below + below, above=bar.above + above, serves=bar.serves or ran_out_here)
+        bar = ReservedBar(
+            below=bar.below + compiled.reserved_below,
+            above=bar.above + compiled.reserved_above,
+            serves=bar.serves or (ran_out_here and _serves(run, breakdown, compiled)),
+        )
     return DeviceVerdict(
         index=found.index,
         gpu=found.gpu,
@@ -302,10 +307,16 @@ def _device(run: Run, found: DeviceOutcome, ran_out: bool, tensors: int) -> Devi
         peak_active=found.peak_active_bytes,
         headroom=found.total_bytes - found.context_bytes - found.peak_reserved_bytes,
         breakdown=breakdown,
-        error_below=found.error_below_bytes + below,
-        error_above=found.error_above_bytes + above,
+        error_below=found.error_below_bytes + compiled.below,
+        error_above=found.error_above_bytes + compiled.above,
         reserved_bar=bar,
     )
+
+
+def _serves(run: Run, breakdown: Breakdown, bar: CompiledBar) -> bool:
+    """Whether the request that failed may be served within a bar that no replay tried."""
+    oom, released = run.oom, breakdown.fragmentation.releasable
+    return oom is not None and oom.requested_bytes - oom.free_bytes - released <= bar.reserved_below
 
 
 def _no_card(run: Run) -> DeviceVerdict:

@@ -59,6 +59,7 @@ __all__ = [
     "graph",
     "graph_key",
     "inductor_config",
+    "inductor_utils",
     "joint_graph",
     "know_what_stands_in",
     "list_mode_options",

@@ -239,6 +239,50 @@ def test_what_ran_eagerly_is_not_certain_and_has_a_bar(gpu: VirtualGPU) -> None:
     assert (bar.below, bar.above) == (decided * 2 // 3, decided // 4)
 
 
+@pytest.mark.parametrize("graphs", [False, True])
+def test_what_was_compiled_has_a_bar_and_is_certain_within_it(gpu: VirtualGPU, graphs: bool) -> None:
+    model = Block().cuda()
+    step(torch.compile(model, mode="reduce-overhead" if graphs else None), model)
+    found = verdict(gpu.run)
+    held = found.device.breakdown.categories
+    decided = held[Category.ACTIVATIONS] + held[Category.TEMPORARIES]
+    assert decided and found.certain and found.fits
+    assert (found.device.error_below, found.device.error_above) == (decided // 32, decided // 32)
+    bar = found.device.reserved_bar
+    assert (bar.below, bar.above) == (decided // 8, decided // (2 if graphs else 8))
+
+
+@pytest.mark.parametrize("beyond", [1 << 22, 1 << 33], ids=["by less than the bar", "by far"])
+def test_compiled_code_that_runs_out_is_certain_only_beyond_its_bar(beyond: int) -> None:
+    with pytest.raises(torch.OutOfMemoryError), VirtualGPU("RTX 4090") as gpu:
+        model = Block().cuda()
+        kept = torch.compile(model)(torch.randn(1 << 20, 512, device="cuda")).pow(2)
+        torch.empty(torch.cuda.mem_get_info()[0] + beyond, dtype=torch.uint8, device="cuda")
+        del kept
+    found = verdict(gpu.run)
+    assert found.fits is False and found.certain is (beyond > 1 << 32)
+
+
+def test_products_are_tried_padded_while_they_are_compiled(gpu: VirtualGPU) -> None:
+    """A vocabulary of 8,191 in half precision: both results and a padded weight, as recorded on cards."""
+    x = torch.randn(4096, 1024, device="cuda", dtype=torch.float16)
+    weight = torch.randn(8191, 1024, device="cuda", dtype=torch.float16)
+    before = torch.cuda.memory_allocated()
+    compiled = torch.compile(lambda x: F.linear(x, weight))
+    with torch.no_grad():
+        assert compiled(x).shape == (4096, 8191)
+    trace = gpu.trace
+    sizes = [int(size) for size in trace.size[trace.kind == EventKind.ALLOC]]
+    assert sizes.count(4096 * 8192 * 2) == 3 and sizes.count(8192 * 1024 * 2) == 3
+    assert torch.cuda.memory_allocated() - before < WORKSPACES, "what was tried is gone"
+    with torch.no_grad():
+        compiled(x)
+    again = gpu.trace
+    assert int(((again.kind == EventKind.ALLOC) & (again.size == 4096 * 8192 * 2)).sum()) == 3, (
+        "it is tried once"
+    )
+
+
 def test_the_compiler_may_be_reset_before_its_first_use() -> None:
     # In an interpreter of its own: torch 2.10 and 2.11 do not survive a second import of the module.
     code = (
@@ -271,6 +315,7 @@ def test_kernels_that_would_be_timed_are_those_of_the_default_mode_and_a_warning
     torch._dynamo.reset()
     assert step(torch.compile(model, mode="max-autotune-no-cudagraphs"), model) == usual
     assert codes(gpu) == {"compiled-estimate", "compiled-autotune"}
+    assert not verdict(gpu.run).certain, "no recording tells how far they are off"
 
 
 def test_values_are_not_followed_through_compiled_programs(gpu: VirtualGPU) -> None:

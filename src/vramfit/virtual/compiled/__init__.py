@@ -9,10 +9,13 @@ is taken, reused in place and given back where the card would do it.
 
 Why it is an estimate nevertheless, and is labelled as one:
 
-1. What Inductor times on a card is not decided: padded matrix products (``shape_padding``) and the candidates of
-   ``max-autotune`` are left out, and with them their workspaces.
-2. Building and timing kernels takes memory of its own for a moment, on a card, at the first call.
+1. What Inductor times on a card is not decided. Padded matrix products are tried, which takes memory, and not chosen
+   (see padding.py); the candidates of ``max-autotune`` are left out, and with them their workspaces.
+2. Timing kernels takes memory of its own for a moment, on a card, at the first call: clones of what they change in
+   place. torch sees to it that the peak of allocated bytes does not grow by them; that of reserved bytes may.
 3. CUDA graphs (``mode="reduce-overhead"``) are played as the same requests in a private pool (see player.py).
+
+How far the peaks may be off, recorded programs tell (NOTE [Programs that were compiled]).
 
 What cannot be compiled here runs eagerly, and a warning names why.
 """

@@ -14,10 +14,11 @@ from torch.fx import GraphModule
 
 from vramfit.patching import PatchStack
 from vramfit.torch_internals import compiler
-from vramfit.torch_internals.compiler import async_compile, graph, joint_graph, pad_mm, select_algorithm
+from vramfit.torch_internals.compiler import async_compile, graph, joint_graph, select_algorithm
 from vramfit.torch_internals.compiler import inductor_config as config
 from vramfit.torch_internals.dispatch import TorchDispatchMode
 from vramfit.torch_internals.fake_tensors import FakeTensorMode
+from vramfit.virtual.compiled import padding
 from vramfit.virtual.compiled.outside import Outside
 from vramfit.virtual.compiled.player import GraphPlayer, GraphPools
 from vramfit.virtual.compiled.wrapper import CompiledGraph
@@ -153,7 +154,7 @@ def install(mode: OpRunner, outside: Outside, patches: PatchStack) -> None:
     # Otherwise fake tensors of constants would be computed on the card.
     patches.set(FakeTensorMode, "avoid_device_init", property(lambda self: True))
     patches.set(compiler.scheduler, "has_triton", lambda *args, **kwargs: True)
-    patches.set(pad_mm, "has_triton", lambda *args, **kwargs: False)  # padding is decided by timing
+    padding.install(mode, patches)
     patches.set(compiler.triton_facts, "triton_hash_with_backend", lambda *args, **kwargs: "virtual")
     patches.set(async_compile.AsyncCompile, "wakeup", classmethod(lambda cls, *args, **kwargs: None))
     patches.set(select_algorithm, "PyCodeCache", SimpleNamespace(load=_unloaded))

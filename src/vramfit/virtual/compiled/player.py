@@ -26,6 +26,12 @@ from vramfit.virtual.torch_cuda.cuda_graphs import PoolId, new_pool_id
 # -- CUDA graphs of compiled programs (``mode="reduce-overhead"``): the same requests, in a private pool -----
 
 
+GRAPHS = (
+    "torch.compile was asked for CUDA graphs (reduce-overhead): what their pools keep between calls is followed "
+    "roughly, and a card may hold more"
+)
+
+
 class GraphPools:
     """The pools of a program's compiled graphs, one per card."""
 
@@ -43,6 +49,7 @@ class GraphPools:
     ) -> Callable[[list[Any]], Any]:
         """A compiled graph that runs in the pool of its card; stands for ``compile_fx.cudagraphify``."""
         del options
+        self._mode.machine.warn("compiled-graphs", GRAPHS)
         static, calls = frozenset(static_input_idxs), 0
 
         def run(inputs: list[Any]) -> Any:

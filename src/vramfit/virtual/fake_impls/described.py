@@ -72,6 +72,12 @@ def is_all_true(mode: OpRunner, call: OpCall) -> Any:
     return out
 
 
+@rule("aten._scaled_mm.out")
+def scaled_product_into(mode: OpRunner, call: OpCall) -> Any:
+    """A scaled product into a tensor that is there: what Inductor writes. It returns that tensor."""
+    return finish(mode, call, call.kwargs["out"])
+
+
 def _handler(describe: _Describe) -> Handler:
     return lambda mode, call: finish(mode, call, describe(mode, call.args))
 
