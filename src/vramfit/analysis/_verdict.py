@@ -30,7 +30,13 @@ _ROOM = 1.03  # contexts and allocators differ a little from card to card
 _LARGER = 1.05
 """How much larger a card must be to be offered in place of one that ran out."""
 
-_UNBOUNDED = ("size-without-bound", "op-without-rule", "blocks-await-streams", "compiled-autotune", RAN_EAGERLY)
+_UNBOUNDED = (
+    "size-without-bound",
+    "op-without-rule",
+    "blocks-await-streams",
+    "compiled-autotune",
+    RAN_EAGERLY,
+)
 """Warnings that leave the error bar without a guarantee."""
 
 VARIES = 130 * MIB
