@@ -64,7 +64,7 @@ def test_the_promised_keys_are_there() -> None:
     assert set(found["gpu"]) == {"name", "total_bytes"}
     assert set(found["peak"]) == {
         *("allocated_bytes", "reserved_bytes", "active_bytes"),
-        *("error", "reserved_error"),
+        *("error", "reserved_error", "used_error"),
     }
     assert set(found["peak"]["error"]) == {"below_bytes", "above_bytes"}
     assert list(found["categories"]) == CATEGORIES

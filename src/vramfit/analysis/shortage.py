@@ -356,12 +356,7 @@ class Shortage:
             return [context_alone(self.context, self.total)]
         request, usable = format_bytes(self.oom.requested_bytes), self.usable
         held, state = self._living, self._state
-        reasons, dead = [], sum(self.dead.values())
-        if dead:
-            reasons.append(
-                f"{format_bytes(dead)} are held by reference cycles alone: the program cannot reach them any more, and "
-                "gc.collect() frees them"
-            )
+        reasons = []
         if self.oom.requested_bytes > usable:
             reasons.append(f"this one request is larger than the {format_bytes(usable)} that the card offers")
         elif not self.any_batch:
@@ -382,7 +377,15 @@ class Shortage:
         if self.is_fragmented:
             split = self.breakdown.fragmentation.inactive_split
             reasons.append(f"{format_bytes(split)} are reserved but lie in gaps too small for {request}")
-        return reasons
+        return [*self._dead_reason(), *reasons]
+
+    def _dead_reason(self) -> list[str]:
+        """That much is dead, where it is."""
+        dead = sum(self.dead.values())
+        if not dead:
+            return []
+        text = "are held by reference cycles alone: the program cannot reach them any more, and gc.collect() frees them"
+        return [f"{format_bytes(dead)} {text}"]
 
     def _no_batch(self) -> str:
         """Why no batch fits, with the request that failed where nothing more is known to come."""

@@ -230,7 +230,7 @@ RAN_OUT = "ran_out"
 
 
 class CardLimit(Enum):
-    """What becomes of a request for which a virtual card has no room. The program is told the same figures throughout."""
+    """What becomes of a request for which a virtual card has no room; the program is told the same figures of it."""
 
     FAILS = "fails"
     """It fails, as on the card."""

@@ -26,7 +26,7 @@ _TIMES, _LEAST_SECONDS = 4.0, 60.0
 _NOTABLE = 0.02
 """Share of the card from which memory that only reference cycles hold is collected in the second run."""
 
-SWITCHED_OFF = "--no-need switches that off"
+SWITCHED_OFF = "--no-need (need=False) switches that off"
 
 
 def run_again(command: Sequence[str], options: VirtualRun, first: Run, *, wanted: bool = True) -> Run:
