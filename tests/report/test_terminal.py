@@ -6,14 +6,23 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from analysis.synthetic import TRAIN, Recorder, fitting_run, no_room_run, oom_run, outcome, virtual_run
+from analysis.synthetic import (
+    TRAIN,
+    Recorder,
+    fitting_run,
+    needing,
+    no_room_run,
+    oom_run,
+    outcome,
+    virtual_run,
+)
 from report.golden_files import check_golden
 from vramfit.analysis import verdict
 from vramfit.report import print_report, render, render_html, to_json
 from vramfit.report.html.page import run_summary
 from vramfit.report.terminal import headline
-from vramfit.trace import CardLimit, Category, DeadMemory, Frame, Run, RunWarning, SecondRun
-from vramfit.trace.outcome import GARBAGE_BYTES, GARBAGE_COLLECTED, CudnnNote, End, Progress, Unit
+from vramfit.trace import Category, Frame, Run, RunWarning, SecondRun
+from vramfit.trace.outcome import CudnnNote, End, Progress, Unit
 from vramfit.units import GIB, MIB
 
 ROOT = Path("/home/ada/project")
@@ -71,29 +80,6 @@ def crowded_out() -> Run:
     assert known is not None
     line = Frame(f"{ROOT}/a/long/way/down/to/a/file/with_a_long_name.py", 10000, "f")
     return replace(run, exit_code=1, oom=replace(known, user_line=line, op="aten.a_long_operator.default"))
-
-
-def needing(*, garbage: bool = False, error: str = "") -> Run:
-    """A run that ran out, with what came of a second one."""
-    second = fitting_run()
-    meta = {**second.trace.meta, GARBAGE_COLLECTED: 3, GARBAGE_BYTES: 5 * GIB} if garbage else {}
-    limit = CardLimit.COLLECTED if garbage else CardLimit.SERVED
-    device = replace(
-        second.devices[0], peak_allocated_bytes=20 * GIB - 7 * MIB, peak_reserved_bytes=20 * GIB
-    )
-    if garbage:
-        device = replace(device, peak_allocated_bytes=9 * GIB, peak_reserved_bytes=9 * GIB)
-    second = replace(
-        second,
-        trace=replace(second.trace, meta=meta),
-        devices=(device,),
-        exit_code=int(bool(error)),
-        error=error or None,
-    )
-    run = oom_run()
-    assert run.oom is not None
-    dead = DeadMemory(categories={"parameters": 2 * GIB}) if garbage else None
-    return replace(run, oom=replace(run.oom, dead=dead), again=SecondRun(run=second, limit=limit))
 
 
 RUNS = {

@@ -129,7 +129,10 @@ def test_the_report_tells_the_bar(convolutional: Run) -> None:
     text = render(convolutional, judged)
     words = " ".join(text.split())
     device = judged.device
-    assert f"The peak may be up to {format_bytes(device.above)} higher or {format_bytes(device.below)} lower" in words
+    assert (
+        f"The peak may be up to {format_bytes(device.above)} higher or {format_bytes(device.below)} lower"
+        in words
+    )
     assert "cuDNN chooses the workspaces of convolutions." in words
     assert words.count(" higher") == 1, "one bar, and no other in a warning"
     assert f'"above_bytes": {judged.device.reserved_bar.above}' in json_text(convolutional, judged)
