@@ -89,7 +89,7 @@ socket.create_connection(("192.0.2.1", 9), timeout=0.01)
 LESS = """
 import os
 import torch
-count = 4 if "HF_HUB_OFFLINE" in os.environ else 20
+count = 3 if "HF_HUB_OFFLINE" in os.environ else 20
 kept = [torch.empty(64 << 20, device="cuda", dtype=torch.uint8) for _ in range(count)]
 """
 WHOLE = {"training": ADAMW, "cnn": CNN, "inference": INFERENCE, "reads the card": READS_THE_CARD}

@@ -98,7 +98,8 @@ def _why_not(run: Run, second: Run, card: Need, collected: bool) -> str:
         return f"it ran out even {again}"
     if second.exit_code != 0:
         return f"it failed {again} ({second.error or f'exit code {second.exit_code}'})"
-    if oom is not None and not collected and (card.peak_allocated or 0) < oom.allocated_bytes:
+    reached = 0 if oom is None or collected else oom.allocated_bytes + oom.requested_bytes
+    if (card.peak_allocated or 0) < reached:
         return f"it went another way {again}"
     return ""
 
