@@ -4,26 +4,26 @@
 
 Each program is a family of models with an optimizer, a precision and a batch. It first runs on a virtual card without
 a limit, which tells what it reserves. Then it is run as users do (`vramfit.run`) on the same card with 50 to 92 % of
-what it took, so that it runs out at different places, and the report's need is held against the first figure. A row
-also tells what the report would say without a second run (``--no-need``).
+what it took, so that it runs out at different places, and the report's need is held against the first figure. A row has
+the program, its card, what it needs, what is named and how far that is off, the lower bound that is known without a
+second run (``--no-need``) as a share of the need, and the card that is named. Ctrl-C ends with the rows so far.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fnmatch
 import random
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
 import vramfit
+from vramfit.analysis import verdict
 from vramfit.gpus import find_gpu
-from vramfit.units import GIB, TIB, format_bytes
+from vramfit.units import TIB, format_bytes
 from vramfit.virtual.virtual_run import VirtualRun, run_in_child
 
 CARDS = ("RTX 3060", "RTX 4090", "A100 40GB", "H100")
@@ -160,64 +160,103 @@ def cases(seed: int) -> Iterator[Case]:
         )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """What a program needs, and what its report says. Bytes throughout.
+
+    Attributes:
+        needs: of the card without a limit, its context included.
+        named: by the report; None where the program fits once the cache is given back.
+        whole: the report says that this is all.
+        least: what the report says without a second run.
+        holds: a card is named, and it holds the program.
+    """
+
+    needs: int
+    named: int | None = None
+    whole: bool = False
+    least: int = 0
+    holds: bool = False
+    why_not: str = ""
+    card: str = ""
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether the report is right to the byte."""
+        return self.whole and self.named == self.needs
+
+    def words(self) -> str:
+        """The row of the table."""
+        if self.named is None:
+            return f"{format_bytes(self.needs):>11}  fits once the cache is given back"
+        told = f"{format_bytes(self.named):>11} {self.named - self.needs:>12,} B"
+        if not self.whole:
+            told = f"at least {format_bytes(self.named)}: {self.why_not}"
+        share = f"{self.least / self.needs:.0%}"
+        return f"{format_bytes(self.needs):>11} {told}  {share:>5}  {self.card}"
+
+
+def measured(case: Case, folder: Path) -> Row:
+    """Run a program without a limit and with one.
+
+    Raises:
+        SystemExit: the program fails by itself.
+    """
+    script = folder / "program.py"
+    script.write_text(case.text)
+    spec = find_gpu(case.card)
+    unlimited = run_in_child([str(script)], VirtualRun(gpu=replace(spec, total_bytes=TIB), alloc_conf=""))
+    if unlimited.exit_code != 0:
+        raise SystemExit(f"{case.name} fails: {unlimited.error}")
+    device = unlimited.devices[0]
+    needs = device.peak_reserved_bytes + device.context_bytes
+    total = device.context_bytes + int(case.share * device.peak_reserved_bytes)
+    report = vramfit.run(str(script), gpu=replace(spec, total_bytes=total), alloc_conf="")
+    need, card = report.need, report.verdict.smallest_gpu
+    if need is None:
+        return Row(needs=needs)
+    reserved = device.peak_reserved_bytes
+    return Row(
+        needs=needs,
+        named=need.bytes,
+        whole=need.whole,
+        least=verdict(replace(report.run, again=None)).needed,
+        holds=card is not None and card.total_bytes >= reserved + card.typical_context_bytes,
+        why_not=need.why_not,
+        card="no card" if card is None else card.name,
+    )
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """What all rows together say."""
+    out = [row for row in rows if row.named is not None]
+    if not out:
+        return f"{len(rows)} programs, none of which runs out."
+    shares = [row.least / row.needs for row in out]
+    return (
+        f"{len(rows)} programs, {len(out)} of which run out. The need equals that of a card without a limit "
+        f"to the byte in {sum(row.is_equal for row in out)} of them, and the card that is named holds the program in "
+        f"{sum(row.holds for row in out)}. Without a second run the lower bound is {min(shares):.0%} to "
+        f"{max(shares):.0%} of the need."
+    )
+
+
 def main() -> None:
-    """Run them and print the table."""
+    """Run them, print a row for each, and what they say together."""
     options = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     options.add_argument("--only", default="*", metavar="PATTERN", help="names to run")
     options.add_argument("--seed", type=int, default=37)
     given = options.parse_args()
-    table = Table(
-        "program", "card", "needs", "named", "difference", "without a second run", "card that is named"
-    )
-    ran = equal = fits = unnamed = 0
-    short: list[float] = []
-    with tempfile.TemporaryDirectory() as folder:
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as folder, contextlib.suppress(KeyboardInterrupt):
         for case in cases(given.seed):
-            if not fnmatch.fnmatch(case.name, given.only):
-                continue
-            script = Path(folder, "program.py")
-            script.write_text(case.text)
-            spec = find_gpu(case.card)
-            whole = run_in_child([str(script)], VirtualRun(gpu=replace(spec, total_bytes=TIB), alloc_conf=""))
-            if whole.exit_code != 0:
-                raise SystemExit(f"{case.name} fails: {whole.error}")
-            device = whole.devices[0]
-            needs = device.peak_reserved_bytes + device.context_bytes
-            total = device.context_bytes + int(case.share * device.peak_reserved_bytes)
-            small = replace(spec, name=f"{case.card} of {total / GIB:.2f} GiB", total_bytes=total)
-            report = vramfit.run(str(script), gpu=small, alloc_conf="")
-            ran += 1
-            if report.fits:  # the allocator gave back what it had cached
-                fits += 1
-                table.add_row(case.name, small.name, format_bytes(needs), "fits", "", "", "")
-                continue
-            need, card = report.need, report.verdict.smallest_gpu
-            assert need is not None
-            least = vramfit.analysis.verdict(replace(report.run, again=None)).needed
-            short.append(least / needs)
-            equal += need.whole and need.bytes == needs
-            unnamed += (
-                card is None or card.total_bytes < needs - device.context_bytes + card.typical_context_bytes
-            )
-            table.add_row(
-                case.name,
-                small.name,
-                format_bytes(needs),
-                f"{'' if need.whole else 'at least '}{format_bytes(need.bytes)}",
-                f"{need.bytes - needs:,} B" if need.whole else need.why_not,
-                f"{format_bytes(least)} ({least / needs:.0%})",
-                "none" if card is None else card.name,
-            )
-    console = Console(width=200)
-    console.print(table)
-    out = ran - fits
-    console.print(
-        f"{ran} programs, of which {fits} fit once the cache is given back. Of the {out} that run out the need equals "
-        f"that of a card without a limit, to the byte, in {equal}; a card that has it is named in {out - unnamed}. "
-        f"Without a second run the lower bound is {min(short, default=1):.0%} to {max(short, default=1):.0%} of it."
-    )
+            if fnmatch.fnmatch(case.name, given.only):
+                row = measured(case, Path(folder))
+                rows.append(row)
+                print(f"{case.name:62} {case.card:10} {row.words()}", flush=True)
+    print(summary(rows))
 
 
 if __name__ == "__main__":
