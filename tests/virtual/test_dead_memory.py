@@ -18,6 +18,7 @@ from vramfit.capture.dead_memory import DeadSearch
 from vramfit.trace import DeadMemory, Run
 from vramfit.units import GIB, MIB
 from vramfit.virtual.gpu import VirtualGPU
+from vramfit.virtual.op_call import Spare
 
 WIDTH = 2048
 WEIGHT = 4 * WIDTH * WIDTH
@@ -181,6 +182,15 @@ def test_many_shortages_cost_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> 
     for _ in range(10):
         search.storages()
     assert len(calls) == 3, "5 seconds each, until 12 are over"
+
+
+def test_no_search_is_made_where_a_kernel_does_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    with VirtualGPU(f"{CARD}B", context_bytes=0) as gpu:
+        torch.ones(1, device="cuda")
+        assert gpu.meter.temporary([Spare(GIB)], 0, "a kernel") == []
+        assert gpu.meter.dead_search.seconds == 0
+        monkeypatch.setattr(dead_memory, "_MOST_OBJECTS", 100)
+        assert gpu.meter.dead_search.storages() is None, "there are too many objects"
 
 
 def test_dead_memory_is_a_reason_and_not_needed() -> None:

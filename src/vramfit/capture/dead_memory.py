@@ -30,6 +30,9 @@ from vramfit.torch_internals.dispatch import DisableTorchFunctionSubclass
 MOST_SECONDS = 12.0
 """What all searches of a process may take in all: a program that looks for its largest batch runs out many times."""
 
+_MOST_OBJECTS = 3_000_000
+"""Objects beyond which nothing is searched: a search of 300,000 takes 1.5 s."""
+
 _AT_ONCE = 50_000
 """Objects that are asked for their referents in one call, whose answer is one list."""
 
@@ -49,7 +52,7 @@ class DeadSearch:
         self._most = most_seconds
 
     def storages(self) -> DeadStorages | None:
-        """The storages of dead tensors; None where the searches so far took all the time there is."""
+        """The storages of dead tensors; None where that takes, or the searches so far took, more time than there is."""
         if self.seconds >= self._most:
             return None
         began, collects = time.perf_counter(), gc.isenabled()
@@ -74,8 +77,10 @@ class DeadStorages(NamedTuple):
     saved: tuple[int, ...]
 
 
-def _dead_storages() -> DeadStorages:
+def _dead_storages() -> DeadStorages | None:
     objects = gc.get_objects()
+    if len(objects) > _MOST_OBJECTS:
+        return None
     counts = list(map(sys.getrefcount, objects))
     ours = next(map(sys.getrefcount, [object()]))  # what the list and counting itself add to each
     inside = _inner_references(objects)

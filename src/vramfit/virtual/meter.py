@@ -13,7 +13,7 @@ from vramfit.allocator import OutOfMemory
 from vramfit.allocator.core import MIN_BLOCK
 from vramfit.capture.storages import LifetimePeaks, StorageMeter, StorageRecord
 from vramfit.torch_internals.fake_tensors import FakeTensor
-from vramfit.trace import CardLimit, Category, Estimate, EventKind, TraceBuilder
+from vramfit.trace import CardLimit, Category, DeadMemory, Estimate, EventKind, TraceBuilder
 from vramfit.trace.outcome import GARBAGE_BYTES, GARBAGE_COLLECTED
 from vramfit.virtual.data_dependent.assume import Extent, Numbers, Resting, bounds
 from vramfit.virtual.data_dependent.expectations import NOTHING, Expectation, is_whole
@@ -229,6 +229,10 @@ class Meter(StorageMeter[VirtualRecord]):
             lacking = card.driver.process_bytes + error.segment_bytes
             card.driver.ceiling = lacking + lacking // _BEYOND
             return card.allocator.malloc(nbytes, stream)
+
+    def _dead_memory(self, device: int) -> DeadMemory | None:
+        """As of every meter, where a program runs out: not where a kernel goes on without the memory."""
+        return None if self._sparing else super()._dead_memory(device)
 
     def _rest(
         self, record: VirtualRecord, tensor: torch.Tensor | None, extents: tuple[Extent, ...], op: str
