@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from vramfit.trace import (
+    CardLimit,
     Category,
+    DeadMemory,
     DeviceOutcome,
     EventKind,
     Frame,
@@ -14,9 +16,11 @@ from vramfit.trace import (
     OomReport,
     Run,
     RunWarning,
+    SecondRun,
     TraceBuilder,
     TraceDevice,
 )
+from vramfit.trace.outcome import GARBAGE_BYTES, GARBAGE_COLLECTED
 from vramfit.units import GIB, MIB
 
 TRAIN = "/home/ada/project/train.py"
@@ -307,6 +311,27 @@ def oom_run(*, handled: bool = False, exit_code: int = 1) -> Run:
         handled=handled,
     )
     return virtual_run(trace, devices=(found,), oom=report, exit_code=exit_code, error="OutOfMemoryError")
+
+
+def needing(*, garbage: bool = False, error: str = "") -> Run:
+    """A run that ran out, with what came of a second one."""
+    second = fitting_run()
+    meta = {**second.trace.meta, GARBAGE_COLLECTED: 3, GARBAGE_BYTES: 5 * GIB} if garbage else {}
+    limit = CardLimit.COLLECTED if garbage else CardLimit.SERVED
+    device = replace(second.devices[0], peak_allocated_bytes=20 * GIB - 7 * MIB, peak_reserved_bytes=20 * GIB)
+    if garbage:
+        device = replace(device, peak_allocated_bytes=9 * GIB, peak_reserved_bytes=9 * GIB)
+    second = replace(
+        second,
+        trace=replace(second.trace, meta=meta),
+        devices=(device,),
+        exit_code=int(bool(error)),
+        error=error or None,
+    )
+    run = oom_run()
+    assert run.oom is not None
+    dead = DeadMemory(categories={"parameters": 2 * GIB}) if garbage else None
+    return replace(run, oom=replace(run.oom, dead=dead), again=SecondRun(run=second, limit=limit))
 
 
 def no_room_run(*, asked: bool = True, handled: bool = False) -> Run:

@@ -15,7 +15,7 @@ from analysis.synthetic import (
 from vramfit.analysis import Outcome, verdict
 from vramfit.gpus import GpuKind, GpuSpec, find_gpu
 from vramfit.report import render, to_json
-from vramfit.trace import Category, Frame, OomReport, Run, Source
+from vramfit.trace import Category, Frame, OomReport, Run, SecondRun, Source
 from vramfit.units import GIB, MIB
 
 OPTIMIZER = Frame("/venv/lib/python3.11/site-packages/torch/optim/adamw.py", 120, "_init_group")
@@ -79,6 +79,16 @@ def ran_out(
     return virtual_run(trace, devices=(found,), oom=report, exit_code=1)
 
 
+def whole(holding: dict[Category, int], request: int) -> Run:
+    """A run that ran out, and a second one in which the request was served."""
+    recorder = Recorder(total_bytes=80 * GIB, context_bytes=0)
+    for category, size in (*holding.items(), (Category.OTHER, request)):
+        recorder.alloc("", size, category)
+    trace = recorder.finish()
+    second = virtual_run(trace, devices=(outcome(trace, total=8 * GIB, context=0),))
+    return replace(ran_out(holding, request), again=SecondRun(run=second))
+
+
 @pytest.mark.parametrize("asked", [True, False])
 @pytest.mark.parametrize("handled", [True, False])
 def test_a_card_smaller_than_the_context_holds_nothing(asked: bool, handled: bool) -> None:
@@ -86,9 +96,9 @@ def test_a_card_smaller_than_the_context_holds_nothing(asked: bool, handled: boo
     assert found.fits is False
     assert not found.device.has_room
     assert found.why == ("the CUDA context (400.00 MiB) alone is more than 100.00 MiB",)
-    assert found.advice == ("a larger card: whatever the program does, its context stays",)
+    assert found.advice == ()
     assert found.needed == 400 * MIB + (MIB if asked and not handled else 0)
-    assert found.smallest_gpu is CARDS[2]
+    assert found.smallest_gpu is (None if asked and not handled else CARDS[2])
     failed = replace(no_room_run(asked=False), exit_code=1)
     assert verdict(failed).outcome is Outcome.FAILED
 
@@ -149,13 +159,12 @@ def test_the_shortage_counts_what_is_free() -> None:
     found = verdict(ran_out({Category.ACTIVATIONS: 7 * GIB}, 2 * GIB), cards=CARDS)
     assert found.short_by == GIB
     assert found.needed == 9 * GIB
-    assert found.smallest_gpu is not None
-    assert found.smallest_gpu.name == "small"
+    assert found.smallest_gpu is None, "nobody knows what it needs in all"
 
 
 def test_only_a_larger_card_than_the_one_that_ran_out_is_offered() -> None:
-    cards = (card("same class", 8 * GIB + 200 * MIB), card("larger", 10 * GIB))
-    run = ran_out({Category.ACTIVATIONS: 7 * GIB}, GIB + MIB)
+    cards = (card("same class", 8 * GIB + 300 * MIB), card("larger", 10 * GIB))
+    run = whole({Category.ACTIVATIONS: 7 * GIB}, GIB + MIB)
     found = verdict(run, cards=cards)
     assert found.smallest_gpu is not None
     assert found.smallest_gpu.name == "larger"
@@ -183,15 +192,15 @@ def test_model_and_optimizer_that_exceed_the_card_are_named() -> None:
         "in the usable 8.00 GiB, whatever the batch size",
         "the optimizer was still at its step",
     )
-    assert len(found.advice) == 1
-    assert "no batch fits, however small" in found.advice[0]
+    assert found.advice == (), "nothing was tried"
+    assert not found.any_batch
 
 
-def test_activations_that_fill_the_card_ask_for_a_smaller_batch() -> None:
+def test_activations_that_fill_the_card_are_named() -> None:
     held = {Category.PARAMETERS: GIB, Category.GRADIENTS: GIB, Category.ACTIVATIONS: 5 * GIB}
     found = verdict(ran_out(held, 2 * GIB), cards=CARDS)
     assert found.why[0].startswith("held at that moment: activations 5.00 GiB, ")
-    assert found.advice == ("a smaller batch, activation checkpointing or a lower precision",)
+    assert found.advice == (), "nothing was tried"
 
 
 def test_gradients_still_to_come_are_foretold() -> None:
@@ -205,15 +214,23 @@ def test_one_request_larger_than_the_card_is_called_so() -> None:
     assert found.why[0] == "this one request is larger than the 8.00 GiB that the card offers"
 
 
-@pytest.mark.parametrize(
-    ("alloc_conf", "advised"), [("", True), ("expandable_segments: True", False), ("backend:native", True)]
-)
-def test_fragmentation_is_told_and_cured(alloc_conf: str, advised: bool) -> None:
-    recorder = Recorder(total_bytes=60 * MIB, context_bytes=0)
+def scattered(*, total: int, requests: int, alloc_conf: str = "", more: int = 0) -> Recorder:
+    """Twelve blocks of 5 MiB in three segments; a gap of 10 MiB in each of two, and then requests of 20 MiB."""
+    recorder = Recorder(total_bytes=total, context_bytes=0)
     recorder.builder.meta["alloc_conf"] = alloc_conf
-    blocks = [recorder.alloc("", 10 * MIB, Category.OTHER) for _ in range(6)]
-    for block in blocks[::2]:
+    blocks = [recorder.alloc("", 5 * MIB, Category.OTHER) for _ in range(12)]
+    for block in blocks[2:6]:
         recorder.free(block)
+    for _ in range(requests):
+        recorder.alloc("", 20 * MIB, Category.OTHER)
+    if more:
+        recorder.alloc("", more, Category.OTHER)
+    return recorder
+
+
+def fragmented(*, alloc_conf: str = "", more: int = 0, again: bool = True) -> Run:
+    """A run on 60 MiB that runs out for its gaps, and the whole program on a card without a limit."""
+    recorder = scattered(total=60 * MIB, requests=0, alloc_conf=alloc_conf)
     recorder.oom(20 * MIB)
     trace = recorder.finish()
     found = outcome(trace, total=60 * MIB, context=0)
@@ -224,15 +241,40 @@ def test_fragmentation_is_told_and_cured(alloc_conf: str, advised: bool) -> None
         user_line=None,
         op="",
         message="",
-        allocated_bytes=30 * MIB,
+        allocated_bytes=40 * MIB,
         reserved_bytes=60 * MIB,
         free_bytes=0,
         total_bytes=60 * MIB,
         handled=False,
     )
-    judged = verdict(virtual_run(trace, devices=(found,), oom=report, exit_code=1), cards=CARDS)
-    assert any("30.00 MiB are reserved but lie in gaps" in reason for reason in judged.why)
-    assert any("expandable_segments:True" in advice for advice in judged.advice) == advised
+    run = virtual_run(trace, devices=(found,), oom=report, exit_code=1)
+    if not again:
+        return run
+    served = scattered(total=GIB, requests=1, alloc_conf=alloc_conf, more=more).finish()
+    second = virtual_run(served, devices=(outcome(served, total=60 * MIB, context=0),))
+    return replace(run, again=SecondRun(run=second))
+
+
+def test_a_setting_is_named_where_the_whole_program_fits_with_it() -> None:
+    judged = verdict(fragmented(), cards=CARDS)
+    assert any("20.00 MiB are reserved but lie in gaps" in reason for reason in judged.why)
+    assert judged.advice == (
+        "--alloc-conf expandable_segments:True: replayed with it, the whole program fits (60.00 MiB of the usable "
+        "60.00 MiB reserved)",
+    )
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        fragmented(alloc_conf="expandable_segments: True"),
+        fragmented(more=40 * MIB),
+        fragmented(again=False),
+    ],
+    ids=["it is set", "the program runs out later", "only the beginning is known"],
+)
+def test_no_setting_is_named_that_does_not_serve_the_whole_program(run: Run) -> None:
+    assert verdict(run, cards=CARDS).advice == ()
 
 
 def test_the_fullest_card_decides() -> None:

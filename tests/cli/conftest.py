@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import pytest
@@ -23,12 +23,19 @@ class Invocation:
 
 @dataclass
 class FakeRunner:
-    """Takes the place of the child interpreter: notes what it was asked to run and gives a prepared run."""
+    """Takes the place of the child interpreter: notes what it was asked to run and gives a prepared run.
+
+    Attributes:
+        again: what a second run gives of a program that ran out; it is not noted.
+    """
 
     result: Run | BaseException = field(default_factory=fitting_run)
+    again: Run = field(default_factory=lambda: replace(fitting_run(), exit_code=1))
     calls: list[tuple[list[str], dict[str, Any]]] = field(default_factory=list)
 
     def run_in_child(self, command: list[str], options: VirtualRun) -> Run:
+        if options.aside:
+            return self.again
         named = {field.name: getattr(options, field.name) for field in fields(options)}
         self.calls.append((list(command), named))
         if isinstance(self.result, BaseException):

@@ -18,6 +18,7 @@ from vramfit.errors import EnvironmentUnfitError
 from vramfit.launch.limits import Limits
 from vramfit.trace import MemoryTrace, Run
 from vramfit.trace.outcome import End, Progress
+from vramfit.units import GIB
 
 Command = Callable[..., Invocation]
 
@@ -321,6 +322,24 @@ def test_an_interrupt_ends_with_the_shells_code(vramfit: Command, runner: FakeRu
     runner.result = KeyboardInterrupt()
     found = vramfit("run", "--gpu", "RTX 4090", script)
     assert found.code == 130
+    assert found.err == "vramfit: interrupted before the program started\n"
+    assert found.out == ""
+
+
+@pytest.mark.parametrize("verb", [("run",), ("check", "--budget", "1GiB")])
+def test_a_program_that_ran_out_is_run_again(
+    vramfit: Command, runner: FakeRunner, script: Path, verb: tuple[str, ...]
+) -> None:
+    runner.result, runner.again = oom_run(), fitting_run()
+    used = fitting_run().devices[0]
+    device = replace(used, peak_allocated_bytes=20 * GIB, peak_reserved_bytes=20 * GIB)
+    runner.again = replace(runner.again, devices=(device,))
+    text = " ".join(vramfit(*verb, "--gpu", "RTX 4090", script).out.split())
+    assert "It needs 20.39 GiB in all. The smallest card that has it is" in text
+    text = " ".join(vramfit(*verb, "--gpu", "RTX 4090", "--no-need", script).out.split())
+    assert "It needs at least 8.10 GiB. How much in all is not known: it was not run again" in text
+    assert "card that has it" not in text
+    assert [call["ends_line"] for _, call in runner.calls] == [True, True]
 
 
 @pytest.mark.parametrize(

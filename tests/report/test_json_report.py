@@ -4,11 +4,12 @@ from typing import Any
 
 import pytest
 
-from analysis.synthetic import Recorder, fitting_run, oom_run, virtual_run
+from analysis.synthetic import Recorder, fitting_run, needing, oom_run, virtual_run
 from report.golden_files import check_golden
 from vramfit.analysis import verdict
 from vramfit.report import SCHEMA, json_text
 from vramfit.trace import Run
+from vramfit.units import GIB
 
 KEYS = {
     "schema",
@@ -64,7 +65,7 @@ def test_the_promised_keys_are_there() -> None:
     assert set(found["gpu"]) == {"name", "total_bytes"}
     assert set(found["peak"]) == {
         *("allocated_bytes", "reserved_bytes", "active_bytes"),
-        *("error", "reserved_error"),
+        *("error", "reserved_error", "used_error"),
     }
     assert set(found["peak"]["error"]) == {"below_bytes", "above_bytes"}
     assert list(found["categories"]) == CATEGORIES
@@ -95,6 +96,24 @@ def test_running_out_names_request_stack_and_holders() -> None:
     assert oom["holders"] == found["tensors"][: len(oom["holders"])]
     assert len(oom["holders"]) == len(found["tensors"]) or len(oom["holders"]) == 20
     assert oom["why"]
+
+
+def test_what_is_needed_is_there_with_how_it_is_known() -> None:
+    needs = report(needing())["need"]
+    assert needs["whole"] is True
+    assert needs["bytes"] == needs["peak_reserved_bytes"] + needs["outside_pytorch_bytes"]
+    assert needs["error"] == {"below_bytes": 0, "above_bytes": 0}
+    assert needs["why_not"] is None
+    garbage = report(needing(garbage=True))
+    assert garbage["need"]["garbage_collected"] is True
+    assert garbage["need"]["garbage_bytes"] == 5 * GIB
+    assert garbage["oom"]["dead_bytes"] == garbage["oom"]["dead"]["parameters"] == 2 * GIB
+    failed = report(needing(error="EOFError: no input"))
+    assert failed["need"]["whole"] is False
+    assert failed["smallest_gpu"]["at_least"] is True
+    assert failed["smallest_gpu"]["name"] is None
+    assert "EOFError" in failed["need"]["why_not"]
+    assert report(fitting_run())["need"] is None
 
 
 def test_a_caught_error_has_no_holders() -> None:

@@ -6,13 +6,22 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from analysis.synthetic import TRAIN, Recorder, fitting_run, no_room_run, oom_run, outcome, virtual_run
+from analysis.synthetic import (
+    TRAIN,
+    Recorder,
+    fitting_run,
+    needing,
+    no_room_run,
+    oom_run,
+    outcome,
+    virtual_run,
+)
 from report.golden_files import check_golden
 from vramfit.analysis import verdict
 from vramfit.report import print_report, render, render_html, to_json
 from vramfit.report.html.page import run_summary
 from vramfit.report.terminal import headline
-from vramfit.trace import Category, Frame, Run, RunWarning
+from vramfit.trace import Category, Frame, Run, RunWarning, SecondRun
 from vramfit.trace.outcome import CudnnNote, End, Progress, Unit
 from vramfit.units import GIB, MIB
 
@@ -74,6 +83,12 @@ def crowded_out() -> Run:
 
 
 RUNS = {
+    "needs": needing,
+    "needs-garbage": lambda: needing(garbage=True),
+    "needs-unknown": lambda: needing(error="EOFError: EOF when reading a line"),
+    "needs-unasked": lambda: replace(
+        oom_run(), again=SecondRun(run=None, why_not="--no-need (need=False) switches that off")
+    ),
     "fits": fitting_run,
     "does-not-fit": oom_run,
     "no-room": no_room_run,

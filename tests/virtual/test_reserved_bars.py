@@ -14,7 +14,7 @@ from vramfit.analysis import DeviceVerdict, Outcome, verdict
 from vramfit.gpus import GpuSpec, find_gpu
 from vramfit.report import json_text, render
 from vramfit.trace import Estimate, EventKind, ReservedBar, Run, reserved_bar
-from vramfit.units import MIB
+from vramfit.units import MIB, format_bytes
 from vramfit.virtual.gpu import VirtualGPU
 
 PIXELS = 86
@@ -127,7 +127,14 @@ def test_the_answer_is_uncertain_where_the_reserved_bar_reaches_beyond_the_card(
 def test_the_report_tells_the_bar(convolutional: Run) -> None:
     judged = verdict(convolutional)
     text = render(convolutional, judged)
-    assert "Some sizes are estimated: the peak may be up to" in text
+    words = " ".join(text.split())
+    device = judged.device
+    assert (
+        f"The peak may be up to {format_bytes(device.above)} higher or {format_bytes(device.below)} lower"
+        in words
+    )
+    assert "cuDNN chooses the workspaces of convolutions." in words
+    assert words.count(" higher") == 1, "one bar, and no other in a warning"
     assert f'"above_bytes": {judged.device.reserved_bar.above}' in json_text(convolutional, judged)
 
 

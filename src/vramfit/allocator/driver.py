@@ -12,6 +12,9 @@ PAGE_BYTES = 2 * MIB
 CUDA_MALLOC_TOP = 0x7F80_0000_0000
 """End of the first range that `Driver.malloc` gives, where CUDA places its allocations on Linux."""
 
+ENDLESS = 16 << 40
+"""Memory of a card without a limit. Blocks have addresses of 48 bits, and each expandable segment takes 9/8 of it."""
+
 RESERVATION_BASE = 0x10_0000_0000
 """First address that `Driver.reserve` gives: reservations lie apart from cudaMalloc's."""
 
@@ -64,6 +67,10 @@ class Driver:
     Args:
         total_bytes: memory of the card as ``cudaMemGetInfo`` reports it.
         outside_bytes: what is taken before PyTorch allocates: the CUDA context, NCCL, other processes.
+
+    Attributes:
+        ceiling: bytes that can be had in place of ``total_bytes``, which the program is told all the same; None for
+            those of the card.
     """
 
     def __init__(self, total_bytes: int, outside_bytes: int = 0) -> None:
@@ -71,6 +78,7 @@ class Driver:
             raise ValueError(f"a card of {total_bytes} bytes with {outside_bytes} taken makes no sense")
         self.total_bytes = total_bytes
         self.outside_bytes = outside_bytes
+        self.ceiling: int | None = None
         self.mapped_bytes = 0
         self._depths = _AddressSpace(0)  # below CUDA_MALLOC_TOP
         self._reservations = _AddressSpace(RESERVATION_BASE)
@@ -85,8 +93,17 @@ class Driver:
         """Bytes that NVML shows for this process: what the allocator holds and what lies outside it."""
         return self.outside_bytes + self.mapped_bytes
 
+    @property
+    def most_bytes(self) -> int:
+        """Bytes that can be had in all, what lies outside PyTorch included."""
+        return self.total_bytes if self.ceiling is None else self.ceiling
+
+    def has(self, size: int) -> bool:
+        """Whether ``size`` more bytes can be had."""
+        return self.mapped_bytes + size <= self.most_bytes - self.outside_bytes
+
     def _claim(self, size: int) -> bool:
-        if self.mapped_bytes + size > self.total_bytes - self.outside_bytes:
+        if self.mapped_bytes + size > self.most_bytes - self.outside_bytes:
             return False
         self.mapped_bytes += size
         return True

@@ -53,7 +53,7 @@ class ExpandableStore(BlockStore):
     def _reserve_segment(self, shelf: Shelf) -> Block:
         """Reserve addresses for 9/8 of the card, so that what is unmapped low can be mapped again high."""
         page = SMALL_SEGMENT if shelf.pool.small else self._config.large_segment_size
-        total = self.driver.total_bytes
+        total = self.driver.most_bytes
         size = -(-(total + total // 8) // page) * page
         segment = ExpandableSegment(address=self.driver.reserve(size), size=size, page=page)
         self._expandable.append(segment)

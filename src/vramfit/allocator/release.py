@@ -141,18 +141,23 @@ class ReleasingStore(ExpandableStore):
     def _allocate(self, pool: Pool, stream: int, rounded: int) -> Block | None:
         """One attempt at the driver (``alloc_block``), within the memory fraction."""
         segment = self._rounding.segment(rounded)
-        if self._limit is not None and self._reserved + segment > self._limit:
+        if self._is_beyond_limit(segment):
             return None
         if self._config.expandable_segments:
             return self._grow(pool, stream, rounded)
         return self._new_segment(pool.shelf(stream), segment)
 
+    def _is_beyond_limit(self, segment: int) -> bool:
+        """Whether so many bytes more pass the memory fraction, which a card without a limit does not enforce."""
+        return (
+            self._limit is not None and self.driver.ceiling is None and self._reserved + segment > self._limit
+        )
+
     def _reject_early(self, size: int, rounded: int) -> None:
         """With ``throw_on_cudamalloc_oom``, a request above the fraction fails without any retry."""
-        config = self._config
-        if not (config.throw_on_cudamalloc_oom and self._limit is not None):
+        if not self._config.throw_on_cudamalloc_oom:
             return
-        if self._reserved + self._rounding.segment(rounded) > self._limit:
+        if self._is_beyond_limit(self._rounding.segment(rounded)):
             self._stats.num_oom_rejections += 1
             raise self._out_of_memory(size, rounded, rejected=True)
 

@@ -8,7 +8,8 @@ from enum import Enum
 
 from vramfit.analysis._phases import growth, phases
 from vramfit.analysis.breakdown import Breakdown, Moment, at, oom_row, peak
-from vramfit.analysis.shortage import LARGER_CARD, Shortage, context_alone
+from vramfit.analysis.need import Need, estimate_cause, lower_bound, served_by_setting, shown_need
+from vramfit.analysis.shortage import Shortage, context_alone
 from vramfit.analysis.uncompiled import RAN_EAGERLY, CompiledBar, compiled_bar
 from vramfit.gpus import GpuKind, GpuSpec, catalogue
 from vramfit.trace import (
@@ -89,6 +90,16 @@ class DeviceVerdict:
     reserved_bar: ReservedBar = NO_BAR
 
     @property
+    def above(self) -> int:
+        """Bytes by which the peak may be higher than it is told: the upper end of its error bar."""
+        return max(self.error_above, self.reserved_bar.above)
+
+    @property
+    def below(self) -> int:
+        """Bytes by which the peak may be lower than it is told."""
+        return self.reserved_bar.below
+
+    @property
     def used(self) -> int:
         """Bytes of the card that are taken at the peak: reserved and the context."""
         return self.peak_reserved + self.context
@@ -116,14 +127,13 @@ class Verdict:
             context where nothing ran out; 0 if none.
         line: the user's line at which it ran out.
         moment: what the program was doing then.
-        smallest_gpu: the smallest card of the catalogue that holds what is known of the whole program; None if none
-            does. A program that ran out would have gone on to ask for more, so there it is a lower bound, and
-            this card may still be too small.
-        needed: bytes that this choice rests on, with this card's context; each other card counts its own. Where the
-            run ended by running out, the parameters, gradients and states still to come are among them.
+        smallest_gpu: the smallest card of the catalogue that holds the whole program at the upper end of the error bar;
+            None if none does, and where it is not known what the program needs in all.
+        needed: bytes that the program needs of a card, with this card's context; each other card counts its own. Where
+            it ran out, see `need`.
         any_batch: False where what does not depend on the batch exceeds the card, so that no batch fits.
         why: the reasons in words, most important first; empty for a run that fits.
-        advice: what to try next, in words.
+        advice: what was tried and helps, in words.
         close: the card's memory decides by less than it differs from driver to driver.
         grows_by: bytes by which what every iteration holds grows from one to the next; 0 where nothing leaks.
         runs_out_at: the iteration about which memory runs out if it goes on growing; None where nothing leaks, or
@@ -131,6 +141,8 @@ class Verdict:
         bounded: whether the error bar covers everything that was not followed. False if a size depends on data without
             a bound, an op has no rule, code that should be compiled ran eagerly, or kernels would be
             chosen by timing.
+        need: what it needs, where it ended by running out; None otherwise.
+        bar_cause: what the error bar of the deciding card comes from, as a clause; empty without a bar.
     """
 
     outcome: Outcome
@@ -149,6 +161,8 @@ class Verdict:
     grows_by: int = 0
     runs_out_at: int | None = None
     any_batch: bool = True
+    need: Need | None = None
+    bar_cause: str = ""
 
     def __repr__(self) -> str:
         used, total = format_bytes(self.device.used), format_bytes(self.device.total)
@@ -173,11 +187,13 @@ class Verdict:
     @property
     def within_bar(self) -> bool:
         """Whether the answer stays the same over the whole error bars of the peaks, allocated and reserved."""
-        device = self.device
+        device, need = self.device, self.need
         if self.outcome is Outcome.DOES_NOT_FIT:
+            if need is not None and need.collected:
+                return not device.reserved_bar.serves
             return not device.reserved_bar.serves and self.needed - device.error_below > device.total
         fits = self.outcome in (Outcome.FITS, Outcome.FITS_SO_FAR)
-        return fits and max(device.error_above, device.reserved_bar.above) <= device.headroom
+        return fits and device.above <= device.headroom
 
 
 def verdict(run: Run, *, tensors: int = 100, cards: Iterable[GpuSpec] | None = None) -> Verdict:
@@ -211,7 +227,10 @@ def _is_close(found: Verdict) -> bool:
         card.name == device.gpu and card.total_bytes == device.total for card in catalogue()
     ):
         return False  # a size that someone chose is that size
-    return device.headroom < VARIES if found.fits else found.needed - device.total < VARIES
+    if found.fits:
+        return device.headroom < VARIES
+    collected = found.need is not None and found.need.collected
+    return not collected and found.needed - device.total < VARIES
 
 
 def _judged(run: Run, tensors: int, offered: tuple[GpuSpec, ...]) -> Verdict:
@@ -228,23 +247,35 @@ def _judged(run: Run, tensors: int, offered: tuple[GpuSpec, ...]) -> Verdict:
             outcome = Outcome.UNUSED
         elif not decisive.has_room:
             outcome = Outcome.DOES_NOT_FIT
-    oom = run.oom
-    if not ran_out or oom is None:
-        needed = decisive.used
-        return Verdict(
-            outcome=outcome,
-            devices=devices,
-            critical=critical,
-            oom=oom,
-            short_by=0 if decisive.has_room else decisive.context - decisive.total,
-            line=None,
-            moment=None,
-            smallest_gpu=_smallest_gpu(needed - decisive.context, offered),
-            needed=needed,
-            why=() if decisive.has_room else (context_alone(decisive.context, decisive.total),),
-            advice=() if decisive.has_room else (LARGER_CARD,),
-        )
-    fragments = decisive.breakdown.fragmentation
+    cause = estimate_cause(run, decisive.index) if decisive.above or decisive.below else ""
+    if ran_out and run.oom is not None:
+        return _ran_out(run, run.oom, devices, critical, offered, cause)
+    return Verdict(
+        outcome=outcome,
+        devices=devices,
+        critical=critical,
+        oom=run.oom,
+        short_by=0 if decisive.has_room else decisive.context - decisive.total,
+        line=None,
+        moment=None,
+        smallest_gpu=_smallest_gpu(decisive.used - decisive.context + decisive.above, offered),
+        needed=decisive.used,
+        why=() if decisive.has_room else (context_alone(decisive.context, decisive.total),),
+        advice=(),
+        bar_cause=cause,
+    )
+
+
+def _ran_out(
+    run: Run,
+    oom: OomReport,
+    devices: tuple[DeviceVerdict, ...],
+    critical: int,
+    offered: tuple[GpuSpec, ...],
+    cause: str,
+) -> Verdict:
+    """The verdict of a run that ended by running out."""
+    decisive = devices[critical]
     shortage = Shortage(
         oom=oom,
         breakdown=decisive.breakdown,
@@ -252,27 +283,53 @@ def _judged(run: Run, tensors: int, offered: tuple[GpuSpec, ...]) -> Verdict:
         total=decisive.total,
         used=decisive.used,
     )
-    needed = shortage.needed
-    # The program was not at its end, so a card of the same class would only fail a little later.
-    larger = [card for card in offered if card.total_bytes >= decisive.total * _LARGER]
+    second = None if run.again is None else run.again.run
+    need, cause = _need(run, shortage, cause)
+    enough = need.collected and need.most <= decisive.total
+    # What an allocator reserves hangs on the card a little, so one of the same class is not offered.
+    least = 0 if enough else decisive.total * _LARGER
+    larger = [card for card in offered if card.total_bytes >= least]
+    advice = list(shortage.advice(need))
+    if need.whole and second is not None and not need.collected and shortage.is_fragmented:
+        advice += filter(None, [served_by_setting(second, oom.device, shortage.usable)])
     return Verdict(
-        outcome=outcome,
+        outcome=Outcome.DOES_NOT_FIT,
         devices=devices,
         critical=critical,
         oom=oom,
         short_by=max(
             0,
-            oom.requested_bytes - oom.free_bytes - fragments.releasable,
+            oom.requested_bytes - oom.free_bytes - decisive.breakdown.fragmentation.releasable,
             _beyond(decisive, shortage.reached),
         ),
         line=oom.user_line,
         moment=decisive.breakdown.moment,
-        smallest_gpu=_smallest_gpu(needed - decisive.context, larger),
-        needed=needed,
+        smallest_gpu=_smallest_gpu(need.most - need.context, larger) if need.whole else None,
+        needed=need.bytes,
         why=tuple(shortage.reasons()),
-        advice=tuple(shortage.advice(str(run.trace.meta.get("alloc_conf", "")))),
+        advice=tuple(advice),
         any_batch=shortage.any_batch,
+        need=need,
+        bar_cause=cause,
     )
+
+
+def _need(run: Run, shortage: Shortage, cause: str) -> tuple[Need, str]:
+    """What a program needs that ran out, and what its error bar comes from."""
+    second = None if run.again is None else run.again.run
+    if second is None or not second.devices:
+        return lower_bound(run, shortage.needed), cause
+    cards = [_device(second, outcome, second.ran_out, 1) for outcome in second.devices]
+    fullest = max(cards, key=lambda card: card.used)
+    card = Need(
+        bytes=fullest.used,
+        context=fullest.context,
+        peak_allocated=fullest.peak_allocated,
+        peak_reserved=fullest.peak_reserved,
+        below=fullest.below,
+        above=fullest.above,
+    )
+    return shown_need(run, second, card, shortage.needed), estimate_cause(second, fullest.index)
 
 
 def _outcome(run: Run) -> Outcome:

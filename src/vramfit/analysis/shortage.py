@@ -5,7 +5,9 @@ What it held with the request that failed is a lower bound. So is what does not 
 gradients and the optimizer's states exist together at every step, those still to come included
 (`vramfit.trace.StillToCome`). And from the second iteration on the states lie beside the activations of the moment at
 which the first one failed, provided that there is a second one with a batch as large. The largest of these bounds
-counts; what later layers would have added is not known.
+counts; what later layers would have added is not known. What only reference cycles hold is not needed.
+
+Where the program was run again without the card's limit, that shows what it needs in all (`vramfit.analysis.need`).
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from vramfit.allocator import AllocatorConfig, CachingAllocator, OutOfMemory
 from vramfit.allocator.core import MIN_BLOCK
 from vramfit.analysis._lifetimes import Lifetimes
 from vramfit.analysis.breakdown import Breakdown
+from vramfit.analysis.need import Need
 from vramfit.trace import Capacity, Category, EventKind, MemoryTrace, OomReport, Rehearsal, StillToCome
 from vramfit.trace.replay.players import OomPlayer
 from vramfit.units import format_bytes
@@ -244,15 +247,14 @@ NAMES: Mapping[Category, str] = {
 }
 """The categories in words, in the order in which they are shown."""
 
-LARGER_CARD = "a larger card: whatever the program does, its context stays"
-
 _STATE = (Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER_STATE)
 
 _PASSES = ("torch/nn/modules/module.py", "torch/autograd/__init__.py")
 """Files through which forward and backward passes go."""
 
 _NOTABLE = 0.02
-"""Share of the card from which free gaps are named as a reason: every allocator has some."""
+"""Share of the card from which free gaps and dead memory are named as reasons: every allocator has some of the one, and
+most programs some of the other."""
 
 
 def context_alone(context: int, total: int) -> str:
@@ -292,7 +294,21 @@ class Shortage:
         """What the program needs at least. See NOTE [What a program needs that ran out]."""
         come = self.oom.to_come or StillToCome()
         again = come.states_bytes if self._in_pass else 0
-        return max(self.reached + again, self.context + self.fixed)
+        return max(self.reached + again - sum(self.dead.values()), self.context + self.fixed)
+
+    @property
+    def dead(self) -> Mapping[Category, int]:
+        """What only reference cycles held, by what it was for; empty where that is a trifle or unknown."""
+        dead = self.oom.dead
+        if dead is None or dead.total_bytes < self.total * _NOTABLE:
+            return {}
+        return {Category[name.upper()]: amount for name, amount in dead.categories.items()}
+
+    @property
+    def _living(self) -> dict[Category, int]:
+        """What the card held without what was dead."""
+        dead = self.dead
+        return {kind: amount - dead.get(kind, 0) for kind, amount in self.breakdown.categories.items()}
 
     @property
     def fixed(self) -> int:
@@ -306,7 +322,7 @@ class Shortage:
 
     @property
     def _state(self) -> dict[Category, int]:
-        held = self.breakdown.categories
+        held = self._living
         return {kind: held[kind] for kind in _STATE if held[kind]}
 
     @property
@@ -339,7 +355,7 @@ class Shortage:
         if self.total and self.context >= self.total:
             return [context_alone(self.context, self.total)]
         request, usable = format_bytes(self.oom.requested_bytes), self.usable
-        held, state = self.breakdown.categories, self._state
+        held, state = self._living, self._state
         reasons = []
         if self.oom.requested_bytes > usable:
             reasons.append(f"this one request is larger than the {format_bytes(usable)} that the card offers")
@@ -358,10 +374,18 @@ class Shortage:
             reasons.append(f"held at that moment{' too' if reasons else ''}: {named}")
         if still := self._still_to_come():
             reasons.append(still)
-        if self._fragmented():
+        if self.is_fragmented:
             split = self.breakdown.fragmentation.inactive_split
             reasons.append(f"{format_bytes(split)} are reserved but lie in gaps too small for {request}")
-        return reasons
+        return [*self._dead_reason(), *reasons]
+
+    def _dead_reason(self) -> list[str]:
+        """That much is dead, where it is."""
+        dead = sum(self.dead.values())
+        if not dead:
+            return []
+        text = "are held by reference cycles alone: the program cannot reach them any more, and gc.collect() frees them"
+        return [f"{format_bytes(dead)} {text}"]
 
     def _no_batch(self) -> str:
         """Why no batch fits, with the request that failed where nothing more is known to come."""
@@ -392,7 +416,8 @@ class Shortage:
             return f"gradients (up to {format_bytes(missing)} more) were still to come, if it trains"
         return ""
 
-    def _fragmented(self) -> bool:
+    @property
+    def is_fragmented(self) -> bool:
         """Whether the request would have been served had the free bytes, if no trifle, lain together."""
         fragments = self.breakdown.fragmentation
         if fragments.inactive_split < self.usable * _NOTABLE or self.used > self.total:
@@ -401,20 +426,18 @@ class Shortage:
             self.oom.requested_bytes <= fragments.inactive_split + fragments.releasable + self.oom.free_bytes
         )
 
-    def advice(self, alloc_conf: str) -> list[str]:
-        """What to try, judged from what holds the card."""
-        if self.total and self.context >= self.total:
-            return [LARGER_CARD]
-        advice = []
-        if self._fragmented() and "expandable_segments:true" not in alloc_conf.replace(" ", "").lower():
-            advice.append("--alloc-conf expandable_segments:True, which lets free memory be joined")
-        if not self.any_batch:
-            come = self.oom.to_come
-            smaller = "" if come is not None and not come.training else ", or a smaller optimizer state"
-            advice.append(f"a larger card, several cards{smaller}: no batch fits, however small")
-        elif self.breakdown.categories[Category.ACTIVATIONS] > self.usable // 10:
-            advice.append("a smaller batch, activation checkpointing or a lower precision")
-        return advice
+    def advice(self, need: Need) -> list[str]:
+        """What was run and helps, as far as that was a second run with garbage collected in time."""
+        if not (need.collected and need.whole):
+            return []
+        line = self.oom.user_line
+        where = "" if line is None else f" before {line.filename.rpartition('/')[2]}:{line.line}"
+        used = f"{format_bytes(need.bytes)} of {format_bytes(self.total)}"
+        if need.bytes > self.total:
+            return []
+        return [
+            f"gc.collect(){where}: run again with garbage collected where memory ran short, the program fits ({used})"
+        ]
 
 
 def _listed(state: Mapping[Category, int]) -> str:

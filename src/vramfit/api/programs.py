@@ -10,6 +10,7 @@ from typing import Any
 
 from vramfit.analysis import (
     Breakdown,
+    Need,
     Reconciliation,
     Tolerance,
     Verdict,
@@ -38,6 +39,7 @@ from vramfit.report.forms import Material, write_as
 from vramfit.report.html.page import run_summary, summary_lines
 from vramfit.trace import Actual, MemoryTrace, Run, read_actual
 from vramfit.virtual.data_dependent.assume import assumption
+from vramfit.virtual.second_run import run_again
 from vramfit.virtual.virtual_run import MOST_GPUS, VirtualRun, run_in_child
 
 _MARKS = "✓✗~! "
@@ -66,6 +68,11 @@ class Report:
     def fits(self) -> bool | None:
         """Whether the program fits its cards; None when that is unknown."""
         return self.verdict.fits
+
+    @property
+    def need(self) -> Need | None:
+        """What the program needs of a card that ran out: in all, or at least; None where it did not run out."""
+        return self.verdict.need
 
     @property
     def trace(self) -> MemoryTrace:
@@ -178,6 +185,7 @@ def run(
     writes: str | None = None,
     writes_through: Sequence[str | os.PathLike[str]] = (),
     host_memory: bool = False,
+    need: bool = True,
 ) -> Report:
     """Run a program on virtual GPUs, or for real and recorded, in a process of its own.
 
@@ -210,6 +218,8 @@ def run(
             aside and drops them, ``"keep"`` leaves them in a folder beside it, ``"real"`` writes them.
         writes_through: paths that it writes for real even so, such as a folder of downloads.
         host_memory: follow the host's memory too, by `tracemalloc`: `Run.host`. It costs time.
+        need: run a program that runs out on a virtual GPU again without the card's limit, so that `Report.need` says
+            what it needs in all.
 
     Raises:
         UnknownGpuError: no such card.
@@ -223,6 +233,7 @@ def run(
     count = whole_argument("gpus", gpus, least=1, most=MOST_GPUS)
     limits = limits_from(steps, time)
     flag_argument("host_memory", host_memory)
+    flag_argument("need", need)
     folder = None if cwd is None else _folder(cwd)
     command = _command(program, arguments, module, folder)
     _check_texts(device=device, alloc_conf=alloc_conf)
@@ -247,9 +258,10 @@ def run(
     where = replace(
         where, alloc_conf=alloc_conf, environ=added, cwd=folder, limits=limits, host_memory=host_memory
     )
-    outcome = (
-        run_in_child(command, where) if isinstance(where, VirtualRun) else record_in_child(command, where)
-    )
+    if isinstance(where, VirtualRun):
+        outcome = run_again(command, where, run_in_child(command, where), wanted=need)
+    else:
+        outcome = record_in_child(command, where)
     report = Report(run=outcome, verdict=verdict(outcome))
     return report if actual is None else report._beside(actual, None, bound)
 

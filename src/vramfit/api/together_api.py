@@ -166,7 +166,7 @@ def _run_of(name: str, command: list[str], spec: GpuSpec, options: dict[str, Any
     Raises:
         VramfitError: it failed, and not for want of memory.
     """
-    found = run(*command, gpu=spec, **options).run
+    found = run(*command, gpu=spec, need=False, **options).run
     if found.exit_code != 0 and not found.ran_out:
         raise VramfitError(
             f"{name} failed: {found.error or f'its exit code is {found.exit_code}'}",

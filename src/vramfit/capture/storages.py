@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -23,9 +23,10 @@ import torch
 
 from vramfit.allocator import AllocatorEventKind, CachingAllocator, Driver, OutOfMemory
 from vramfit.capture.attribution import ModuleStack, PhaseTracker, ProgramPhase, StackInterner
+from vramfit.capture.dead_memory import DeadSearch
 from vramfit.capture.still_to_come import still_to_come
 from vramfit.gpus import GpuSpec
-from vramfit.trace import Category, EventKind, Frame, OomReport, StillToCome, TraceBuilder
+from vramfit.trace import Category, DeadMemory, EventKind, Frame, OomReport, StillToCome, TraceBuilder
 from vramfit.trace.frames import user_frame
 
 _KIND = {kind: EventKind[kind.name] for kind in AllocatorEventKind}
@@ -125,6 +126,7 @@ class StorageMeter(Generic[RecordT]):
         oom: the last request that did not fit.
         lock: held while the allocators and the trace change.
         category: of what is allocated now, where it does not follow from the phase.
+        dead_search: finds what only reference cycles hold where a request fails.
     """
 
     def __init__(self, machine: MeteredMachine, builder: TraceBuilder) -> None:
@@ -137,6 +139,7 @@ class StorageMeter(Generic[RecordT]):
         self.oom: OomReport | None = None
         self.lock = threading.RLock()
         self.category: Category | None = None
+        self.dead_search = DeadSearch()
         self._records: dict[int, RecordT] = {}
         self._dead: deque[RecordT] = deque()
         self._backward_stack: tuple[int, ...] | None = None
@@ -241,7 +244,10 @@ class StorageMeter(Generic[RecordT]):
             try:
                 address = card.allocator.malloc(nbytes, stream)
             except OutOfMemory as error:
-                raise self._out_of_memory(error, device, nbytes, op) from None
+                served = self._served_after_all(device, nbytes, stream)
+                if served is None:
+                    raise self._out_of_memory(error, device, nbytes, op) from None
+                address = served
             self._note_peaks(device)
             row = builder.append(
                 EventKind.ALLOC,
@@ -259,6 +265,11 @@ class StorageMeter(Generic[RecordT]):
                 tensor=-1 if tensor is None else builder.tensor(tensor),
             )
         return address, row
+
+    def _served_after_all(self, device: int, nbytes: int, stream: int) -> int | None:
+        """The address of a request for which there was no room; None where it fails, as it does on a card."""
+        del device, nbytes, stream
+        return None
 
     def free(self, address: int, device: int) -> None:
         """Return a block to its allocator."""
@@ -432,8 +443,28 @@ class StorageMeter(Generic[RecordT]):
             total_bytes=card.spec.total_bytes,
             handled=True,
             to_come=self._still_to_come(device),
+            dead=self._dead_memory(device),
         )
         self.machine.notify_oom(device, nbytes, card.allocator.allocated_bytes, card.driver.free_bytes)
+
+    def _dead_memory(self, device: int) -> DeadMemory | None:
+        """What only reference cycles hold on a device; None where it takes too long to see."""
+        storages = self.dead_search.storages()
+        if storages is None:
+            return None
+        categories: Counter[str] = Counter()
+        for category, block in self._blocks_of(storages.addresses, device):
+            categories[category.name.lower()] += block
+        graphs = sum(block for _, block in self._blocks_of(storages.saved, device))
+        return DeadMemory(categories=dict(categories), graphs_bytes=graphs)
+
+    def _blocks_of(self, storages: Iterable[int], device: int) -> Iterator[tuple[Category, int]]:
+        """What the storages at some addresses of torch's are for, and the bytes of their blocks on a device."""
+        allocator = self.machine.devices[device].allocator
+        for address in storages:
+            record = self._records.get(address)
+            if record is not None and record.device == device and record.address:
+                yield Category(self.builder.category(record.row)), allocator.block_size(record.address)
 
     def _still_to_come(self, device: int) -> StillToCome:
         def here(tensor: torch.Tensor) -> bool:

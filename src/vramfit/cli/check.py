@@ -109,6 +109,7 @@ def check_command(
     time: options.Time = None,
     writes: options.Written = None,
     writes_through: options.WrittenThrough = None,
+    no_need: options.NoNeed = False,
     json: Annotated[
         Path | None,
         typer.Option(
@@ -158,9 +159,9 @@ def check_command(
     else:
         where = _where(asked, gpu, gpus, device, assume, profile, writes, writes_through or ())
         where = with_cudnn(where, cudnn)
-        where = replace(where, alloc_conf=alloc_conf, limits=limits)
+        where = replace(where, alloc_conf=alloc_conf, limits=limits, ends_line=True)
         with failures_told(_name_of(subject), junit=junit, json=json):
-            found = _of_program(subject, where, json)
+            found = _of_program(subject, where, json, need=not no_need)
             _check_end(found)
             gates = _gates(asked, found.states)
     _end(asked, found, gates, _CheckOutputs(json=json, junit=junit, report=report))
@@ -323,7 +324,11 @@ def _name_of(subject: list[str] | WorldOptions) -> str:
 
 
 def _of_program(
-    subject: list[str] | WorldOptions, where: VirtualRun | RecordedRun, json: Path | None
+    subject: list[str] | WorldOptions,
+    where: VirtualRun | RecordedRun,
+    json: Path | None,
+    *,
+    need: bool,
 ) -> _CheckedTarget:
     """Run a program; of one with several ranks the worst is what is checked."""
     from vramfit.analysis import verdict
@@ -332,9 +337,9 @@ def _of_program(
         check_source(subject)
         try:
             with apart_from_json(json):
-                run = run_program(subject, where)
+                run = run_program(subject, where, need=need)
         except KeyboardInterrupt:
-            raise typer.Exit(130) from None
+            options.interrupted()
         return _of_run(run, verdict(run), " ".join(run.program))
     worst = run_ranks(subject, on_virtual_cards(where), json).decisive
     name = f"{' '.join(worst.run.program)}, rank {worst.rank} of {subject.world.size}"

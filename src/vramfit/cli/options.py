@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -185,6 +185,26 @@ WrittenThrough = Annotated[
         rich_help_panel=ENDING,
     ),
 ]
+
+
+NoNeed = Annotated[
+    bool,
+    typer.Option(
+        "--no-need",
+        help="Do not run a program that ran out again without the card's limit, to see what it needs in all.",
+        rich_help_panel=ENDING,
+    ),
+]
+
+
+def interrupted() -> NoReturn:
+    """End where the user interrupted a run before its program began: there is nothing to report.
+
+    Raises:
+        typer.Exit: always, with the code of a program that an interrupt ended.
+    """
+    typer.echo("vramfit: interrupted before the program started", err=True)
+    raise typer.Exit(130) from None
 
 
 WorkloadName = Annotated[

@@ -100,6 +100,7 @@ def run_command(
     time: options.Time = None,
     writes: options.Written = None,
     writes_through: options.WrittenThrough = None,
+    no_need: options.NoNeed = False,
     host_memory: Annotated[
         bool,
         typer.Option(
@@ -193,7 +194,7 @@ def run_command(
     outputs = _Outputs(json=json, trace=trace, snapshot=snapshot, report=report)
     outputs.check()
     reference = read_reference(against or [], against_device, tolerance)
-    where = replace(where, alloc_conf=alloc_conf, limits=limits, host_memory=host_memory)
+    where = replace(where, alloc_conf=alloc_conf, limits=limits, host_memory=host_memory, ends_line=True)
     if isinstance(command, WorldOptions):
         _run_ranks(command, where, reference, outputs)
     check_source(command)
@@ -201,9 +202,9 @@ def run_command(
     journal = outputs.journal
     try:
         with apart_from_json(json):
-            run = run_program(command, replace(where, journal=journal))
+            run = run_program(command, replace(where, journal=journal), need=not no_need)
     except KeyboardInterrupt:
-        raise typer.Exit(130) from None
+        options.interrupted()
     found, misfit = compare(reference, run)
     verdict = _tell(run, found, outputs)
     if journal is not None:

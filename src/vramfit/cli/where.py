@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,17 +26,37 @@ if TYPE_CHECKING:
 _DEVICES = "Write --device cuda, --device cuda:1 or --device cpu"
 
 
-def run_program(command: list[str], where: VirtualRun | RecordedRun) -> Run:
-    """Run a program to its end; see `vramfit.virtual.virtual_run` and `vramfit.record.record_run`."""
+def run_program(command: list[str], where: VirtualRun | RecordedRun, *, need: bool = False) -> Run:
+    """Run a program to its end; see `vramfit.virtual.virtual_run` and `vramfit.record.record_run`.
+
+    Args:
+        need: run it again without the card's limit where it ran out; see `vramfit.virtual.second_run`.
+    """
     from vramfit.virtual.virtual_run import VirtualRun
 
     if isinstance(where, VirtualRun):
+        from vramfit.virtual.second_run import run_again
         from vramfit.virtual.virtual_run import run_in_child
 
-        return run_in_child(command, where)
+        run = run_in_child(command, where)
+        with _telling(run.ran_out and need):
+            return run_again(command, where, run, wanted=need)
     from vramfit.record.record_run import record_in_child
 
     return record_in_child(command, where)
+
+
+@contextlib.contextmanager
+def _telling(runs_again: bool) -> Iterator[None]:
+    """Show on a terminal that a program is run again, which prints nothing by itself."""
+    if not (runs_again and sys.stderr.isatty()):
+        yield
+        return
+    from vramfit.console import SafeConsole
+
+    console = SafeConsole(stderr=True)
+    with console.status("It ran out of memory: running it again without the card's limit"):
+        yield
 
 
 def chosen(

@@ -19,6 +19,9 @@ PARTIAL = "partial.vft"
 
 _TRACE, _FACTS = "run.vft", "run.json"
 
+_APART = ("trace", "again")
+"""Fields of a run that are not among its facts: the trace is a file of its own, and a second run is the parent's."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProgramOptions:
@@ -31,6 +34,7 @@ class ProgramOptions:
         journal: where the trace is written while it happens, in case this process is killed too; None keeps it in a
             temporary folder.
         host_memory: whether to follow the host's memory too, which costs time.
+        ends_line: whether the program's output must end with a line, since a report follows on the same output.
     """
 
     alloc_conf: str | None = None
@@ -39,6 +43,7 @@ class ProgramOptions:
     journal: Path | None = None
     limits: Limits = NO_LIMITS
     host_memory: bool = False
+    ends_line: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +54,7 @@ class ProgramJob(Job):
         command: the script and its arguments, or ``-m``, a module and its arguments.
         alloc_conf: allocator settings, None to read the environment.
         journal: where the trace is written while it happens; None for a file in the folder.
+        ends_line: whether the program's output must end with a line.
     """
 
     command: list[str]
@@ -56,6 +62,7 @@ class ProgramJob(Job):
     journal: str | None = None
     limits: Limits = NO_LIMITS
     host_memory: bool = False
+    ends_line: bool = False
 
     @property
     def journal_file(self) -> Path:
@@ -70,7 +77,7 @@ class ProgramJob(Job):
         facts = {
             field.name: to_plain(getattr(run, field.name))
             for field in dataclasses.fields(run)
-            if field.name != "trace"
+            if field.name not in _APART
         }
         write_text(folder / _FACTS, json.dumps(facts))
 

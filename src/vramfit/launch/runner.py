@@ -133,7 +133,12 @@ def _descendants(process: int) -> list[int]:
 
 
 def run_job(
-    child: str, job: ProgramJob, *, environ: Mapping[str, str] | None = None, cwd: Path | None = None
+    child: str,
+    job: ProgramJob,
+    *,
+    environ: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    aside: bool = False,
 ) -> Run:
     """Run a job in a child interpreter; the program's input and output are this process's own.
 
@@ -145,6 +150,7 @@ def run_job(
         job: what to run; its folder must exist.
         environ: variables added to this process's.
         cwd: folder to run in; None for the current one.
+        aside: the program gets an empty input, and what it prints is dropped.
 
     Raises:
         EnvironmentUnfitError: this torch or this machine cannot run the job as asked; no child is started for a torch
@@ -158,7 +164,7 @@ def run_job(
     folder = Path(job.folder)
     with passed_on(folder) as signals:
         supervisor = Supervisor(folder, job.limits, signals)
-        code = _spawn(child, job.write(), environ, cwd, signals, supervisor)
+        code = _spawn(child, job.write(), environ, cwd, signals, supervisor, aside)
     if (failure := failure_of(folder)) is not None:
         raise failure.error()
     outcome, stage = load_run(folder), stage_of(folder)
@@ -199,10 +205,17 @@ def _spawn(
     cwd: Path | None,
     signals: Signals,
     supervisor: Supervisor,
+    aside: bool,
 ) -> int:
     arguments = python_command(module, str(job_file), options=own_options())
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL) if aside else {}
     return run_child(
-        arguments, signals, watch=supervisor.watch, env={**os.environ, **(environ or {})}, cwd=cwd
+        arguments,
+        signals,
+        watch=supervisor.watch,
+        env={**os.environ, **(environ or {})},
+        cwd=cwd,
+        **streams,
     )
 
 

@@ -15,6 +15,7 @@ from vramfit.errors import UsageError, VramfitError
 from vramfit.launch.host_meter import HostMemoryMeter
 from vramfit.launch.interrupts import note_interrupts
 from vramfit.launch.job import Stage
+from vramfit.launch.line_ends import LineEnds
 from vramfit.launch.program_job import PARTIAL
 from vramfit.launch.running import OTHER_PROCESSES, leave_after, run_to_end, watch_processes
 from vramfit.launch.stopping import Stopping
@@ -64,11 +65,14 @@ def main(job_file: str) -> int:
             run = replace(run, host=host.stop())
         job.save(stopping.told(run), exit_code=code)
         job.enter(Stage.DONE)
+        if job.ends_line:
+            line_ends.end()
 
     def finish(code: int, error: BaseException | None) -> None:
         save(code, recorder.stop(error))
 
     with PatchStack() as patches:
+        line_ends = LineEnds(patches)
         watch_processes(count_processes, patches)
         steps = recorder.count_steps(stopping, patches)
         stopping.install(save, patches)

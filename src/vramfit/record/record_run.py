@@ -75,6 +75,7 @@ def record_in_child(command: Sequence[str], options: RecordedRun) -> Run:
             journal=None if options.journal is None else os.path.abspath(options.journal),
             limits=options.limits,
             host_memory=options.host_memory,
+            ends_line=options.ends_line,
             device=options.device,
             budget=options.budget,
             max_entries=options.max_entries,

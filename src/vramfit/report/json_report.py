@@ -69,6 +69,7 @@ def _json_values(run: Run, verdict: Verdict, against: Reconciliation | None = No
         "fragmentation": _fragmentation(breakdown.fragmentation),
         "oom": None if run.oom is None else _oom(run.oom, verdict),
         "smallest_gpu": _smallest(verdict),
+        "need": _need(run, verdict),
         "seconds_simulated": run.seconds_simulated,
         "seconds_wall": run.seconds_wall,
         "ops": run.ops,
@@ -167,6 +168,7 @@ def _peak(device: DeviceVerdict) -> dict[str, Any]:
             "below_bytes": device.reserved_bar.below,
             "above_bytes": device.reserved_bar.above,
         },
+        "used_error": {"below_bytes": device.below, "above_bytes": device.above},
     }
 
 
@@ -223,8 +225,29 @@ def _oom(oom: OomReport, verdict: Verdict) -> dict[str, Any]:
         "why": list(verdict.why),
         "advice": list(verdict.advice),
         "to_come": to_plain(oom.to_come),
+        "dead_bytes": None if oom.dead is None else oom.dead.total_bytes,
+        "dead": None if oom.dead is None else oom.dead.categories,
         "any_batch": verdict.any_batch if ended else None,
         "holders": holders,
+    }
+
+
+def _need(run: Run, verdict: Verdict) -> dict[str, Any] | None:
+    need = verdict.need
+    if need is None:
+        return None
+    second = None if run.again is None else run.again.run
+    return {
+        "bytes": need.bytes,
+        "whole": need.whole,
+        "why_not": need.why_not or None,
+        "outside_pytorch_bytes": need.context,
+        "peak_allocated_bytes": need.peak_allocated,
+        "peak_reserved_bytes": need.peak_reserved,
+        "error": {"below_bytes": need.below, "above_bytes": need.above},
+        "garbage_collected": need.collected,
+        "garbage_bytes": need.freed,
+        "seconds_wall": None if second is None else second.seconds_wall,
     }
 
 
@@ -234,7 +257,7 @@ def _smallest(verdict: Verdict) -> dict[str, Any]:
         "name": card.name if card else None,
         "total_bytes": card.total_bytes if card else None,
         "needed_bytes": verdict.needed,
-        "at_least": verdict.moment is not None,
+        "at_least": verdict.need is not None and not verdict.need.whole,
     }
 
 

@@ -14,6 +14,7 @@ from vramfit.analysis import (
     Outcome,
     Verdict,
 )
+from vramfit.report.need_words import bar_words, need_words
 from vramfit.report.rendering import printed_as_page
 from vramfit.report.sections import SIZE, Sections
 from vramfit.report.text import (
@@ -158,23 +159,14 @@ class _RunReport(Sections):
 
     def estimated(self, verdict: Verdict) -> Iterator[Text]:
         """How far estimated sizes let the peak be off, and whether that could change the answer."""
-        device = verdict.device
-        off = _off(device.reserved_bar.above, device.reserved_bar.below)
-        allocated = _off(device.error_above, device.error_below)
-        if off or allocated:
-            peak = "the peak" if off else "the allocated peak"
-            text = f"  Some sizes are estimated: {peak} may be up to {off or allocated}."
-            if not verdict.within_bar:
-                fits = verdict.outcome is not Outcome.DOES_NOT_FIT
-                still = "then it does not fit" if fits else "then it fits this far"
-                text = f"{text[:-1]}; {still}."
-            yield from self.wrapped(Text(text, style="" if verdict.certain else "yellow"))
+        if text := bar_words(verdict):
+            yield from self.wrapped(Text(f"  {text}", style="" if verdict.certain else "yellow"))
         if not verdict.bounded:
             text = "  This is not certain: not all of the program was followed (see the warnings)."
             yield from self.wrapped(Text(text, style="yellow"))
 
     def does_not_fit(self, run: Run, verdict: Verdict, where: str) -> Iterator[Text]:
-        """Where it ran out, by how much, why, and what to try."""
+        """Where it ran out, by how much, why, what was tried and helps, and what the program needs."""
         if run.ran_out:
             yield from self.ran_out(verdict, where)
         else:
@@ -186,18 +178,7 @@ class _RunReport(Sections):
                 yield from self.wrapped(
                     Text.assemble((f"  {label if position == 0 else '   '}  ", "bold"), text), indent=7
                 )
-        card, need = verdict.smallest_gpu, format_bytes(verdict.needed)
-        if run.source is Source.CPU:  # what kernels of a card would take beside is not among the bytes
-            yield from self.wrapped(
-                Text(f"  It needs at least {need}. A larger budget shows how much in all.")
-            )
-            return
-        if card is None:
-            text = f"  It needs at least {need}, and no card of the catalogue has that."
-        else:
-            size = format_bytes(card.total_bytes)
-            text = f"  It needs at least {need}: the smallest card that may do is {card.name} ({size})."
-        yield from self.wrapped(Text(f"{text} Run it with --gpu 1TiB to see how much in all."))
+        yield from self.wrapped(Text(f"  {need_words(run, verdict)}"))
 
     def ran_out(self, verdict: Verdict, where: str) -> Iterator[Text]:
         """The request that failed, and by how much."""
@@ -358,12 +339,6 @@ class _RunReport(Sections):
             f"torch {run.torch_version}",
         ]
         return Text(" · ".join(parts), style="bright_black")
-
-
-def _off(above: int, below: int) -> str:
-    """``1.00 MiB higher or 2.00 MiB lower``; empty where it is neither."""
-    sides = ((above, "higher"), (below, "lower"))
-    return " or ".join(f"{format_bytes(amount)} {side}" for amount, side in sides if amount)
 
 
 def _never_used_a_card(verdict: Verdict) -> bool:

@@ -20,8 +20,10 @@ from vramfit.trace.outcome import EXPERT_RANKS as EXPERT_RANKS
 from vramfit.trace.outcome import PIPELINE_STAGES as PIPELINE_STAGES
 from vramfit.trace.outcome import PROCESS_GROUPS as PROCESS_GROUPS
 from vramfit.trace.outcome import RAN_OUT as RAN_OUT
+from vramfit.trace.outcome import CardLimit as CardLimit
 from vramfit.trace.outcome import ChangeKind as ChangeKind
 from vramfit.trace.outcome import CudnnNote as CudnnNote
+from vramfit.trace.outcome import DeadMemory as DeadMemory
 from vramfit.trace.outcome import DeviceOutcome as DeviceOutcome
 from vramfit.trace.outcome import FileChange as FileChange
 from vramfit.trace.outcome import FileChanges as FileChanges
@@ -29,6 +31,7 @@ from vramfit.trace.outcome import OomReport as OomReport
 from vramfit.trace.outcome import ProfileNote as ProfileNote
 from vramfit.trace.outcome import Run as Run
 from vramfit.trace.outcome import RunWarning as RunWarning
+from vramfit.trace.outcome import SecondRun as SecondRun
 from vramfit.trace.outcome import Source as Source
 from vramfit.trace.outcome import StillToCome as StillToCome
 from vramfit.trace.replay.pressure import Capacity as Capacity

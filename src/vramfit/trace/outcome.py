@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import pairwise
 
@@ -217,12 +217,27 @@ class FileChanges:
         return tuple(entry for entry in self.entries if entry.kind is kind)
 
 
+GARBAGE_COLLECTED, GARBAGE_BYTES = "garbage_collected", "garbage_bytes"
+"""Keys of a trace's ``meta``: how often garbage was collected where memory ran short (`CardLimit.COLLECTED`), and the
+most bytes that one of these collections freed. Absent where that never happened."""
+
 PIPELINE_STAGES, EXPERT_RANKS, PROCESS_GROUPS = "pipeline_stages", "expert_ranks", "process_groups"
 """Keys of a trace's ``meta``: the stages of a pipeline that a rank has, ``0,7/8``; the ranks with which it exchanges
 tokens for experts, ``0,1,2,3``; the groups of the whole world that the program makes, as `MadeGroups` writes them."""
 
 RAN_OUT = "ran_out"
 """Key of a trace's meta: 1 where the run ended by running out of memory, 0 where it did not; absent where unknown."""
+
+
+class CardLimit(Enum):
+    """What becomes of a request for which a virtual card has no room; the program is told the same figures of it."""
+
+    FAILS = "fails"
+    """It fails, as on the card."""
+    SERVED = "served"
+    """It is served all the same: the card's memory has no limit."""
+    COLLECTED = "collected"
+    """Garbage is collected (``gc.collect()``) and the request tried once more; then the limit is lifted a little."""
 
 
 class Source(Enum):
@@ -284,6 +299,25 @@ class StillToCome:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class DeadMemory:
+    """What only reference cycles held when a request failed: the program cannot reach it, ``gc.collect()`` frees it.
+
+    Attributes:
+        categories: bytes of blocks on that device by the name of their `Category` in lower case; a lower bound.
+        graphs_bytes: where a result of a forward pass is dead, the most that its graph may hold too: what only C++
+            holds, of living graphs as well. 0 where no such result is dead.
+    """
+
+    categories: dict[str, int] = field(default_factory=dict)
+    graphs_bytes: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        """The sum."""
+        return sum(self.categories.values())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class OomReport:
     """The request that did not fit. Sizes are in bytes.
 
@@ -299,6 +333,7 @@ class OomReport:
         total_bytes: memory of the device.
         handled: whether the program caught the error.
         to_come: what the program would have requested next; None where that is unknown, as in a recording.
+        dead: what only reference cycles held; None where nobody looked, as in a recording.
     """
 
     device: int
@@ -313,6 +348,7 @@ class OomReport:
     total_bytes: int
     handled: bool
     to_come: StillToCome | None = None
+    dead: DeadMemory | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -418,6 +454,7 @@ class Run:
         files: what it would have done to files; None where that was not observed, as in a recording.
         estimates: the requests whose sizes were estimated, in the order in which they were noted.
         host: the host's memory, step by step; None where it was not measured.
+        again: what came of running it again without the card's limit; None where nobody tried.
     """
 
     trace: MemoryTrace
@@ -441,6 +478,7 @@ class Run:
     files: FileChanges | None = None
     estimates: tuple[Estimate, ...] = ()
     host: HostMemory | None = None
+    again: SecondRun | None = None
 
     def __post_init__(self) -> None:
         """Mask secrets, which must not reach a file."""
@@ -470,3 +508,18 @@ class Run:
         """This run with its ending in the trace's meta: the events do not show whether the program caught the error."""
         meta = {**self.trace.meta, RAN_OUT: int(self.ran_out)}
         return replace(self, trace=replace(self.trace, meta=meta))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SecondRun:
+    """What came of running a program again that ran out, on the same cards without their limit.
+
+    Attributes:
+        run: what it did; None where it was not run, or left nothing.
+        limit: what became of requests for which the card had no room.
+        why_not: why there is no run, in words that complete "it was not run again"; empty where there is one.
+    """
+
+    run: Run | None
+    limit: CardLimit = CardLimit.SERVED
+    why_not: str = ""

@@ -429,13 +429,13 @@ class VirtualGPU:
     def _tell_doubts(self) -> None:
         """Warn of what the error bar of a peak comes from."""
         for device in range(len(self._machine.devices)):
-            below, above = self.meter.error_bar(device)
+            _, above = self.meter.error_bar(device)
             doubted = self.meter.lifetime_peaks(device).doubted
             if above and doubted:
                 self._machine.warn(
                     "estimated-size",
-                    f"sizes that closed libraries or data decide are estimated: the allocated peak of GPU {device} may "
-                    f"be up to {format_bytes(above)} higher and {format_bytes(below)} lower ({doubted})",
+                    f"sizes that closed libraries or data decide are estimated ({doubted}): the error bar of GPU "
+                    f"{device} says how far its peak may be off",
                 )
 
     def _tell_shapes(self, error: BaseException | None) -> None:

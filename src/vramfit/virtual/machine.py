@@ -22,10 +22,12 @@ from vramfit.allocator import (
     Driver,
     alloc_conf_from_env,
 )
+from vramfit.allocator.driver import ENDLESS
 from vramfit.capture.storages import EventHook, FreedHook
 from vramfit.errors import UsageError
 from vramfit.gpus import GpuSpec
 from vramfit.gpus.measured_profile import Rates
+from vramfit.trace import CardLimit
 from vramfit.virtual.data_dependent.assume import Assume, Assumptions, assumption
 from vramfit.virtual.kernels.measured import MeasuredTable
 from vramfit.virtual.op_call import WorkspaceAsker
@@ -89,7 +91,12 @@ class VirtualDevice:
     @cached_property
     def driver(self) -> Driver:
         """The card's memory as ``cudaMalloc`` sees it."""
-        return Driver(self.spec.total_bytes, outside_bytes=self.context_bytes)
+        driver = Driver(self.spec.total_bytes, outside_bytes=self.context_bytes)
+        if self._machine.limit is CardLimit.SERVED:
+            driver.ceiling = ENDLESS
+        elif self._machine.limit is CardLimit.COLLECTED:
+            driver.ceiling = self._machine.begins_at
+        return driver
 
     @cached_property
     def allocator(self) -> CachingAllocator:
@@ -230,6 +237,8 @@ class Machine:
         cudnn_asker: an installed cuDNN that answers for such a card; None without one.
         joined_world: whether the program has made its first process group.
         history: arguments of the last ``_record_memory_history``, None while it is off.
+        limit: what becomes of requests for which a card has no room; to be set before a device is used.
+        begins_at: with `CardLimit.COLLECTED`, bytes of a card that can be had before garbage is first collected.
     """
 
     def __init__(
@@ -264,6 +273,8 @@ class Machine:
         self.cudnn_asker: WorkspaceAsker | None = None
         self.joined_world = False
         self.history: dict[str, Any] | None = None
+        self.limit = CardLimit.FAILS
+        self.begins_at: int | None = None
         self._captures: set[tuple[int, int]] = set()
         self._alloc_conf = alloc_conf
         self._config: AllocatorConfig | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -12,7 +13,8 @@ from vramfit.allocator import OutOfMemory
 from vramfit.allocator.core import MIN_BLOCK
 from vramfit.capture.storages import LifetimePeaks, StorageMeter, StorageRecord
 from vramfit.torch_internals.fake_tensors import FakeTensor
-from vramfit.trace import Category, Estimate, EventKind, TraceBuilder
+from vramfit.trace import CardLimit, Category, DeadMemory, Estimate, EventKind, TraceBuilder
+from vramfit.trace.outcome import GARBAGE_BYTES, GARBAGE_COLLECTED
 from vramfit.virtual.data_dependent.assume import Extent, Numbers, Resting, bounds
 from vramfit.virtual.data_dependent.expectations import NOTHING, Expectation, is_whole
 from vramfit.virtual.machine import Machine
@@ -21,6 +23,9 @@ from vramfit.virtual.op_call import EMPTY_CACHE, Alternatives, Spare
 from vramfit.virtual.tensor_subclasses import parts
 
 _ALLOC = int(EventKind.ALLOC)
+_BEYOND = 64
+"""A card's limit is lifted by this part of what was needed, so that garbage is not collected for every request."""
+
 _PLACING = 3
 """Frames above `Meter.place` that are the mode's for certain: they need not be looked at when a stack is told."""
 
@@ -96,6 +101,7 @@ class Meter(StorageMeter[VirtualRecord]):
         self.estimates: list[Estimate] = []
         self._kinds: dict[tuple[object, ...], int] = {}  # of estimates
         self._on_host: Noted[Expectation] = Noted()
+        self._sparing = False  # whether a kernel asks that can do without
 
     # -- storages ------------------------------------------------------------------------------------------------
 
@@ -182,7 +188,10 @@ class Meter(StorageMeter[VirtualRecord]):
                 try:
                     address = allocator.malloc(nbytes, stream)
                 except OutOfMemory as error:
-                    raise self._out_of_memory(error, device, nbytes, name) from None
+                    served = self._served_after_all(device, nbytes, stream)
+                    if served is None:
+                        raise self._out_of_memory(error, device, nbytes, name) from None
+                    address = served
                 self._note_peaks(device)
                 record.address = address
                 record.row = self.builder.add(
@@ -201,6 +210,29 @@ class Meter(StorageMeter[VirtualRecord]):
                     described,
                 )
         self._records[record.key] = record
+
+    def _served_after_all(self, device: int, nbytes: int, stream: int) -> int | None:
+        """With `CardLimit.COLLECTED`: collect garbage, and lift the limit a little where that is not enough."""
+        machine = self.machine
+        if machine.limit is not CardLimit.COLLECTED or self._sparing:
+            return None
+        card = machine.devices[device]
+        before = card.allocator.allocated_bytes
+        gc.collect()
+        self.collect()
+        meta, freed = self.builder.meta, before - card.allocator.allocated_bytes
+        meta[GARBAGE_BYTES] = max(freed, int(meta.get(GARBAGE_BYTES, 0)))
+        meta[GARBAGE_COLLECTED] = int(meta.get(GARBAGE_COLLECTED, 0)) + 1
+        try:
+            return card.allocator.malloc(nbytes, stream)
+        except OutOfMemory as error:
+            lacking = card.driver.process_bytes + error.segment_bytes
+            card.driver.ceiling = lacking + lacking // _BEYOND
+            return card.allocator.malloc(nbytes, stream)
+
+    def _dead_memory(self, device: int) -> DeadMemory | None:
+        """As of every meter, where a program runs out: not where a kernel goes on without the memory."""
+        return None if self._sparing else super()._dead_memory(device)
 
     def _rest(
         self, record: VirtualRecord, tensor: torch.Tensor | None, extents: tuple[Extent, ...], op: str
@@ -323,14 +355,16 @@ class Meter(StorageMeter[VirtualRecord]):
         below, above = _apart(nbytes, int(nbytes * scale[0]), int(nbytes * scale[1]))
         if below or above:
             self.widen(device, below, above, op)
+        spare = self._sparing = isinstance(size, Spare)
         try:
             address, row = self.malloc(nbytes, device, op=op, category=category)
         except torch.OutOfMemoryError:
             self.narrow(device, below, above)
-            if isinstance(size, Spare):
+            if spare:
                 return None
             raise
-        spare = isinstance(size, Spare)
+        finally:
+            self._sparing = False
         if below or above:
             self._estimate(row, device, below, above, (op, nbytes, below, above), spare=spare)
         return Held(address, row, nbytes, below, above, spare) if address else None

@@ -18,6 +18,8 @@ from vramfit.files.protection import stand
 from vramfit.launch.host_meter import HostMemoryMeter
 from vramfit.launch.interrupts import note_interrupts
 from vramfit.launch.job import Stage
+from vramfit.launch.line_ends import LineEnds
+from vramfit.launch.offline import refuse_connections
 from vramfit.launch.running import OTHER_PROCESSES, leave_after, run_to_end, watch_processes
 from vramfit.launch.stopping import Stopping
 from vramfit.patching import PatchStack
@@ -56,10 +58,13 @@ def main(job_file: str) -> int:
             journal=job.journal_file,
             **({} if job.place is None else job.place.arguments()),
         )
+        gpu.mode.machine.limit, gpu.mode.machine.begins_at = job.limit, job.begins_at
         gpu.__enter__()
     except VramfitError as unfit:
         job.fail(unfit)
         return unfit.exit_code
+    if job.offline:
+        refuse_connections()
     job.enter(Stage.RUNNING)
     stopping = Stopping(Path(job.folder), job.limits)
     host: HostMemoryMeter | None = None
@@ -73,6 +78,8 @@ def main(job_file: str) -> int:
         seen = None if host is None else host.stop()
         job.save(replace(stopping.told(gpu.run), files=protection.changes(), host=seen), exit_code=code)
         job.enter(Stage.DONE)
+        if job.ends_line:
+            line_ends.end()
 
     def finish(code: int, error: BaseException | None) -> None:
         gpu.__exit__(type(error) if error else None, error, None)
@@ -80,6 +87,7 @@ def main(job_file: str) -> int:
 
     location = gpu.mode.guesses.location
     with PatchStack() as patches:
+        line_ends = LineEnds(patches)
         watch_processes(lambda: gpu.mode.machine.warn(*OTHER_PROCESSES, location=location()), patches)
         steps = count_steps(gpu.meter, stopping, patches)
         stopping.install(save, patches)

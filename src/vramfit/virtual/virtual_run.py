@@ -18,7 +18,7 @@ from vramfit.gpus import GpuSpec
 from vramfit.gpus.measured_profile import NO_PROFILE, OWN_PROFILE, check_card, load_profile
 from vramfit.launch.program_job import ProgramJob, ProgramOptions
 from vramfit.launch.runner import run_job
-from vramfit.trace import Run
+from vramfit.trace import CardLimit, Run
 from vramfit.virtual.ranks.rank_place import RankPlace
 
 MOST_GPUS = 8
@@ -42,6 +42,9 @@ class VirtualRun(ProgramOptions):
         place: which rank of a distributed program it is; None for one that is its only process. The script finds the
             variables that torchrun sets.
         clock: ``real`` or ``simulated``, what the clocks follow that it reads.
+        limit: what becomes of requests for which the card has no room.
+        begins_at: with `CardLimit.COLLECTED`, bytes of the card that can be had before garbage is first collected.
+        aside: the program gets an empty input, what it prints is dropped, and it reaches no other machine.
     """
 
     gpu: GpuSpec
@@ -55,6 +58,9 @@ class VirtualRun(ProgramOptions):
     cudnn: str | os.PathLike[str] | None = None
     place: RankPlace | None = None
     clock: str = "real"
+    limit: CardLimit = CardLimit.FAILS
+    begins_at: int | None = None
+    aside: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,6 +76,9 @@ class VirtualJob(ProgramJob):
         cudnn: the cuDNN to be asked, None for none.
         place: which rank of a distributed program it is, None for its only process.
         clock: what the clocks follow that it reads.
+        limit: what becomes of requests for which the card has no room.
+        begins_at: with `CardLimit.COLLECTED`, bytes of the card that can be had before garbage is first collected.
+        offline: the program reaches no other machine.
     """
 
     gpu: GpuSpec
@@ -80,6 +89,9 @@ class VirtualJob(ProgramJob):
     cudnn: str | None = None
     place: RankPlace | None = None
     clock: str = "real"
+    limit: CardLimit = CardLimit.FAILS
+    begins_at: int | None = None
+    offline: bool = False
 
 
 def run_in_child(command: Sequence[str], options: VirtualRun) -> Run:
@@ -122,6 +134,7 @@ def run_in_child(command: Sequence[str], options: VirtualRun) -> Run:
             journal=journal,
             limits=options.limits,
             host_memory=options.host_memory,
+            ends_line=options.ends_line,
             gpu=options.gpu,
             gpus=options.gpus,
             assume=options.assume,
@@ -129,10 +142,19 @@ def run_in_child(command: Sequence[str], options: VirtualRun) -> Run:
             cudnn=cudnn,
             place=options.place,
             clock=options.clock,
+            limit=options.limit,
+            begins_at=options.begins_at,
+            offline=options.aside,
             files=policy,
         )
         with attended(policy):
-            run = run_job("vramfit.virtual.virtual_child", job, environ=options.environ, cwd=options.cwd)
+            run = run_job(
+                "vramfit.virtual.virtual_child",
+                job,
+                environ=options.environ,
+                cwd=options.cwd,
+                aside=options.aside,
+            )
             return run if run.files is not None else replace(run, files=recovered(policy))
 
 

@@ -393,7 +393,7 @@ def _run_summary(run: Run, verdict: Verdict, root: Path | None) -> Html:
         *(tag("p", line) for line in said),
         *(
             join([tag("h2", title), tag("ul", join(tag("li", text) for text in texts))])
-            for title, texts in (("Why", verdict.why), ("What to try", verdict.advice))
+            for title, texts in (("Why", verdict.why), ("Tried, and helps", verdict.advice))
             if texts
         ),
         *(

@@ -57,12 +57,10 @@ def device_figures(device: DeviceVerdict, *, several: bool, scale: float) -> Htm
         pairs.append(("memory of the card", format_bytes(device.total)))
         pairs.append(("CUDA context", format_bytes(device.context)))
         pairs.append(("free at the peak", format_bytes(max(0, device.headroom))))
-    for name, above, below in (
-        ("allocated, estimated", device.error_above, device.error_below),
-        ("reserved, estimated", device.reserved_bar.above, device.reserved_bar.below),
-    ):
-        if above or below:
-            pairs.append((name, f"+{format_bytes(above)} −{format_bytes(below)}"))
+    if device.above or device.below:
+        pairs.append(
+            ("error bar of the peak", f"+{format_bytes(device.above)} −{format_bytes(device.below)}")
+        )
     return join([_bar(device, scale), figures(pairs)])
 
 

@@ -139,7 +139,7 @@ class Communicators:
         if growth <= 0:
             return
         card = self.machine.device(device)
-        if growth > card.driver.free_bytes:
+        if not card.driver.has(growth):
             version = ".".join(map(str, self.log.version))
             message = _NCCL_FAILED.format(version=version)
             self._meter.note_oom(message, device, growth, f"NCCL: {op}")
