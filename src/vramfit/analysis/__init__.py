@@ -101,6 +101,9 @@ from vramfit.analysis.occupancy import fragmentation as fragmentation
 from vramfit.analysis.pinning import Holder as Holder
 from vramfit.analysis.pinning import PinGroup as PinGroup
 from vramfit.analysis.pinning import PinnedSegment as PinnedSegment
+from vramfit.analysis.pool_use import PoolUse as PoolUse
+from vramfit.analysis.pool_use import given_back_by_empty_cache as given_back_by_empty_cache
+from vramfit.analysis.pool_use import pool_uses as pool_uses
 from vramfit.analysis.reconciliation import DEFAULT_TOLERANCE as DEFAULT_TOLERANCE
 from vramfit.analysis.reconciliation import Cause as Cause
 from vramfit.analysis.reconciliation import Comparison as Comparison

@@ -22,10 +22,12 @@ from vramfit.allocator import (
     Driver,
     alloc_conf_from_env,
 )
+from vramfit.allocator.versions import ALLOC_CONF_VARIABLES
 from vramfit.capture.storages import EventHook, FreedHook
 from vramfit.errors import UsageError
 from vramfit.gpus import GpuSpec
 from vramfit.gpus.measured_profile import Rates
+from vramfit.trace.settings import GIVEN_BY_OPTION
 from vramfit.virtual.data_dependent.assume import Assume, Assumptions, assumption
 from vramfit.virtual.kernels.measured import MeasuredTable
 from vramfit.virtual.op_call import WorkspaceAsker
@@ -337,6 +339,13 @@ class Machine:
         if conf is None:
             conf = alloc_conf_from_env(os.environ)
         return AllocatorConfig.parse(conf, torch_version=self.torch_version)
+
+    @property
+    def conf_from(self) -> str:
+        """Where the settings came from: the variable that torch reads, or our option; empty for the defaults."""
+        if self._alloc_conf is not None:
+            return GIVEN_BY_OPTION if self._alloc_conf else ""
+        return next((name for name in ALLOC_CONF_VARIABLES if os.environ.get(name)), "")
 
     def set_config(self, config: AllocatorConfig) -> None:
         """Change the allocator settings while the program runs, as torch allows."""
