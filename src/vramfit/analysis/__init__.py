@@ -96,6 +96,8 @@ from vramfit.analysis.groups import TensorGroup as TensorGroup
 from vramfit.analysis.groups import fold_layers as fold_layers
 from vramfit.analysis.groups import fold_path as fold_path
 from vramfit.analysis.groups import module_tree as module_tree
+from vramfit.analysis.hints import Hint as Hint
+from vramfit.analysis.hints import hints as hints
 from vramfit.analysis.occupancy import Fragmentation as Fragmentation
 from vramfit.analysis.occupancy import fragmentation as fragmentation
 from vramfit.analysis.pinning import Holder as Holder

@@ -394,6 +394,7 @@ class VirtualGPU:
             profile=self._profile_note(),
             cudnn=self._cudnn_note(),
             estimates=tuple(meter.estimates),
+            attention_fallbacks=machine.attention_fallbacks,
         ).with_ending()
 
     def _profile_note(self) -> ProfileNote | None:
