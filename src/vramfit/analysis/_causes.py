@@ -306,9 +306,9 @@ class _Judge:
         if kind is CauseKind.UNSPLIT_SLACK:
             return f"{counted(count, 'live block')} with {size} behind what was asked for, at most {largest} each"
         if kind is CauseKind.PENDING_FREE:
-            return (
-                f"{count:,} blocks of {size} were freed, but another stream that used them is not past them"
-            )
+            were, them = ("was", "it") if count == 1 else ("were", "them")
+            freed = f"{counted(count, 'block')} of {size} {were} freed"
+            return f"{freed}, but another stream that used {them} is not past {them}"
         if kind is CauseKind.OTHER_STREAM:
             assert request is not None
             fits = "would have served" if account.largest[kind] >= request.size else "is smaller than"

@@ -1,4 +1,4 @@
-"""What a run shows that is worth a line of its own: attention that fell back, and a cache that settings would shrink."""
+"""What a run shows that is worth a line of its own: attention that fell back, and a cache that fits no request."""
 
 from __future__ import annotations
 

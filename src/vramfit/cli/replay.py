@@ -138,11 +138,13 @@ def _lines(report: ReplayReport, file: Path, width: int) -> Iterator[Text]:
         head = f"{file.name}: what if, under {settings} instead of {recorded}"
     else:
         head = f"{file.name}: replayed as recorded, under {settings}"
+    states = [device for device in report.devices if device.is_state]
+    if states and len(states) == len(report.devices):
+        head = f"{file.name}: nothing to replay"
     yield Text(head, style="bold")
     if not report.devices:
         yield Text("The recording holds no events and no segments.")
         return
-    states = [device for device in report.devices if device.is_state]
     for device in states:
         yield Text(f"GPU {device.index}: {_state(device)}", style="yellow")
     if states:

@@ -121,6 +121,8 @@ class _ExplainReport(Sections):
         blocks = sum(pool.blocks for pool in found.pools)
         segments = sum(pool.segments for pool in found.pools)
         inside = f" in {counted(blocks, 'block')}" if found.pools else ""
+        if waiting := device.breakdown.active - device.breakdown.allocated:
+            inside = f" (and {format_bytes(waiting)} that wait for a stream)"
         held = f" in {counted(segments, 'segment')}" if found.pools else ""
         yield from self.wrapped(
             Text(

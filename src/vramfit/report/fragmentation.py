@@ -27,7 +27,6 @@ from vramfit.report.rendering import json_values, printed_as_page
 from vramfit.report.sections import SIZE, Sections
 from vramfit.report.text import each, seconds, short_op
 from vramfit.trace import CapacitySource
-from vramfit.trace.without_history import RECORD_HISTORY
 from vramfit.units import counted, format_bytes
 
 _CAUSES, _PINS, _SEGMENTS, _POOLS, _HOLDERS = 8, 6, 3, 8, 2
@@ -109,8 +108,8 @@ class _FragmentationReport(Sections):
 
     def state(self, found: FragmentationCauses) -> Iterator[Text]:
         """What a snapshot without history tells of the pools, and what it cannot tell."""
-        missing = "Which settings or which order of requests would help, a state does not tell"
-        yield from self.wrapped(Text(f"  {missing}. {RECORD_HISTORY}.", style="yellow"))
+        missing = "Which settings or which order of requests would help, only a recorded history can tell"
+        yield from self.wrapped(Text(f"  {missing}.", style="yellow"))
         yield Text()
         yield self.heading("Pools")
         for pool in found.pools[:_POOLS]:

@@ -70,7 +70,10 @@ def _refusals(
         (f"wants four dimensions and not {query.dim()}", lengths),
         ("takes no enable_gqa before torch 2.14", gqa and shared and ctx.torch_version < (2, 14)),
         (f"takes no {_name(dtype)}", dtype is torch.float64 or not dtype == key.dtype == value.dtype),
-        ("takes no bfloat16 before compute capability 8.0", dtype is torch.bfloat16 and ctx.capability[0] < 8),
+        (
+            "takes no bfloat16 before compute capability 8.0",
+            dtype is torch.bfloat16 and ctx.capability[0] < 8,
+        ),
         (f"wants head sizes in multiples of {alignment}", bool(size % alignment or value_size % alignment)),
         ("wants a mask whose last dimension is contiguous", mask is not None and mask.stride(-1) != 1),
     )
@@ -84,7 +87,9 @@ def _refusals(
         ("wants a mask of two or four dimensions", mask is not None and mask.dim() not in (2, 4)),
     )
     for name, checks in (("flash", flash), ("memory-efficient", efficient), ("cuDNN", cudnn)):
-        yield KernelRefusal(kernel=name, why=next((why for why, refuses in checks if refuses), "refuses these shapes"))
+        yield KernelRefusal(
+            kernel=name, why=next((why for why, refuses in checks if refuses), "refuses these shapes")
+        )
 
 
 def _before_math(backend: SdpaBackend, order: tuple[SdpaBackend, ...]) -> bool:
