@@ -12,6 +12,7 @@ import numpy as np
 from vramfit.analysis._verdict import NO_CARD, DeviceVerdict, Verdict
 from vramfit.analysis.breakdown import Breakdown
 from vramfit.analysis.device_timeline import DeviceTimeline
+from vramfit.analysis.occupancy import fragmentation
 from vramfit.trace import EventKind, MemoryTrace, Run, Source
 from vramfit.trace.outcome import AttentionFallback
 from vramfit.units import MIB, format_bytes
@@ -103,20 +104,24 @@ def _attention_words(fallback: AttentionFallback, held: int, failed: int) -> str
 
 
 def cached_at_growth(trace: MemoryTrace, device: int) -> tuple[int, int]:
-    """Reserved bytes at their peak, and how many of them were free when the last of them were taken.
+    """Reserved bytes at their peak, and how many of them were free and did not fit the request that took the last ones.
 
-    The allocator takes new memory only where no cached block serves a request, so what was free then did not fit.
+    Free memory that is larger than that request, of another stream or pool, does not count: it is not the sizes that
+    keep it from being used.
     """
     found = DeviceTimeline.of(trace, device)
     reserved = found.curves.reserved
     if not len(reserved) or int(reserved.max()) <= 0:
         return 0, 0
     row = int(np.argmax(reserved))
-    if trace.kind[row] not in (EventKind.SEGMENT_ALLOC, EventKind.SEGMENT_MAP):
-        return int(reserved[row]), 0
     served = np.flatnonzero((trace.device[row:] == device) & (trace.kind[row:] == EventKind.ALLOC))
-    at = row + int(served[0]) if len(served) else row
-    return int(reserved[row]), int(reserved[row] - found.curves.active[at])
+    grows = trace.kind[row] in (EventKind.SEGMENT_ALLOC, EventKind.SEGMENT_MAP)
+    if not grows or not len(served):
+        return int(reserved[row]), 0
+    request = row + int(served[0])
+    free = fragmentation(trace, found.lives, row - 1).largest_free
+    cached = int(reserved[row] - found.curves.active[request])
+    return int(reserved[row]), cached if free < int(trace.size[request]) else 0
 
 
 def _cache(run: Run, device: DeviceVerdict) -> Iterator[Hint]:
