@@ -96,8 +96,6 @@ from vramfit.analysis.groups import TensorGroup as TensorGroup
 from vramfit.analysis.groups import fold_layers as fold_layers
 from vramfit.analysis.groups import fold_path as fold_path
 from vramfit.analysis.groups import module_tree as module_tree
-from vramfit.analysis.hints import Hint as Hint
-from vramfit.analysis.hints import hints as hints
 from vramfit.analysis.occupancy import Fragmentation as Fragmentation
 from vramfit.analysis.occupancy import fragmentation as fragmentation
 from vramfit.analysis.pinning import Holder as Holder
@@ -124,6 +122,8 @@ from vramfit.analysis.recorded_run import run_from_trace as run_from_trace
 from vramfit.analysis.remedies import Remedy as Remedy
 from vramfit.analysis.remedies import RemedyKind as RemedyKind
 from vramfit.analysis.requests import RequestLabel as RequestLabel
+from vramfit.analysis.run_hints import Hint as Hint
+from vramfit.analysis.run_hints import hints as hints
 from vramfit.analysis.shortage import NAMES as NAMES
 from vramfit.analysis.shortage import Fit as Fit
 from vramfit.analysis.shortage import OomExplanation as OomExplanation

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from analysis.synthetic import Recorder, fitting_run, virtual_run
 from vramfit.analysis import Hint, hints, run_from_trace, tune, verdict
-from vramfit.analysis.hints import ATTENTION_MATH, TRY_TUNE, cached_at_growth
+from vramfit.analysis.run_hints import ATTENTION_MATH, TRY_TUNE, cached_at_growth
 from vramfit.console import SafeConsole
 from vramfit.report import json_text, print_report
 from vramfit.trace import Run, Source
