@@ -24,7 +24,7 @@ def test_the_line_for_the_shell_and_its_evidence(tmp_path: Path) -> None:
     trace = tmp_path / "trap.vft"
     cases.growing_trap().save(trace)
     text = run(str(trace))
-    assert "    unset PYTORCH_CUDA_ALLOC_CONF\n" in text
+    assert "    unset PYTORCH_CUDA_ALLOC_CONF PYTORCH_ALLOC_CONF\n" in text
     assert "peak reserved 422.00 MiB instead of 13.73 GiB" in text
     assert "reserved memory grows to 14,060 MiB with at most 402 MiB allocated" in " ".join(text.split())
     assert "peak reserved 13.73 GiB, as recorded" in text

@@ -102,6 +102,9 @@ from vramfit.analysis.occupancy import fragmentation as fragmentation
 from vramfit.analysis.pinning import Holder as Holder
 from vramfit.analysis.pinning import PinGroup as PinGroup
 from vramfit.analysis.pinning import PinnedSegment as PinnedSegment
+from vramfit.analysis.pool_use import PoolUse as PoolUse
+from vramfit.analysis.pool_use import given_back_by_empty_cache as given_back_by_empty_cache
+from vramfit.analysis.pool_use import pool_uses as pool_uses
 from vramfit.analysis.reconciliation import DEFAULT_TOLERANCE as DEFAULT_TOLERANCE
 from vramfit.analysis.reconciliation import Cause as Cause
 from vramfit.analysis.reconciliation import Comparison as Comparison
@@ -120,6 +123,8 @@ from vramfit.analysis.recorded_run import run_from_trace as run_from_trace
 from vramfit.analysis.remedies import Remedy as Remedy
 from vramfit.analysis.remedies import RemedyKind as RemedyKind
 from vramfit.analysis.requests import RequestLabel as RequestLabel
+from vramfit.analysis.run_hints import Hint as Hint
+from vramfit.analysis.run_hints import hints as hints
 from vramfit.analysis.shortage import NAMES as NAMES
 from vramfit.analysis.shortage import Fit as Fit
 from vramfit.analysis.shortage import OomExplanation as OomExplanation

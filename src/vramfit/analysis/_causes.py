@@ -14,7 +14,8 @@ from vramfit.analysis.breakdown import Moment, moment, oom_row
 from vramfit.analysis.device_timeline import DeviceTimeline
 from vramfit.analysis.occupancy import COMMON_POOL, Fragmentation, Occupancy, fragmentation, occupancy
 from vramfit.analysis.pinning import PinGroup, PinnedSegment, Pins
-from vramfit.analysis.remedies import Remedy, prove, remedies_for
+from vramfit.analysis.pool_use import PoolUse, given_back_by_empty_cache, pools_of
+from vramfit.analysis.remedies import Remedy, of_a_state, prove, remedies_for
 from vramfit.analysis.shortage import OomExplanation, OomVerdict, WhatIf, explain_oom
 from vramfit.trace import Capacity, CapacitySource, EventKind, MemoryTrace, Rehearsal
 from vramfit.trace.settings import recorded_config
@@ -69,6 +70,9 @@ class FragmentationCauses:
         largest: what could still be served.
         capacity: memory of the card for the allocator, and what tells it.
         oom: what would have served the request, if the moment is an out-of-memory.
+        pools: the pools at that moment, the largest first.
+        is_state: nothing was recorded of the device but what it held when its snapshot was dumped: there is no request
+            to judge by, no order in which blocks came, and no setting that could be tried.
     """
 
     device: int
@@ -82,6 +86,8 @@ class FragmentationCauses:
     largest: LargestRequest
     capacity: Capacity
     oom: OomExplanation | None
+    pools: tuple[PoolUse, ...] = ()
+    is_state: bool = False
 
     @property
     def main(self) -> FragmentationCause | None:
@@ -153,10 +159,12 @@ class _Judge:
     ) -> None:
         self.trace, self.lives, self.held, self.oom = trace, lives, held, oom
         self.rehearsal = rehearsal
+        self.is_state = trace.is_state(lives.device)
+        self.pools = pools_of(held)
         self.config: AllocatorConfig = recorded_config(trace)
         self.request = request_at(trace, lives.device, held.row, self.config, oom)
         self.pins = Pins(trace, lives, held, -1 if self.request is None else self.request.grown)
-        self.account = Account(lives, held, self.config, self.request, self.pins)
+        self.account = Account(lives, held, self.config, self.request, self.pins, is_state=self.is_state)
 
     def judge(self, *, proven: bool) -> FragmentationCauses:
         """All about the moment."""
@@ -166,7 +174,7 @@ class _Judge:
         found.sort(key=lambda cause: (cause.kind in _HARMLESS, -cause.bytes, cause.kind.name))
         if self.oom is not None and self.oom.verdict is OomVerdict.NOT_AT_ALL:
             found.insert(0, self._live_memory())
-        if proven:
+        if proven and not self.is_state:
             found = self._proved(found)
         alive = lives.alive(row)
         return FragmentationCauses(
@@ -181,6 +189,8 @@ class _Judge:
             largest=self._largest(),
             capacity=self.rehearsal.capacity,
             oom=self.oom,
+            pools=self.pools,
+            is_state=self.is_state,
         )
 
     def _proved(self, found: list[FragmentationCause]) -> list[FragmentationCause]:
@@ -226,12 +236,16 @@ class _Judge:
     # In words
 
     def _cause(self, kind: CauseKind) -> FragmentationCause:
+        if self.is_state:
+            remedies = of_a_state(kind.name, given_back_by_empty_cache(self.pools))
+        else:
+            remedies = remedies_for(kind.name, self.config, self.rehearsal.version)
         return FragmentationCause(
             kind=kind,
             bytes=self.account.bytes[kind],
             count=self.account.counts[kind],
             evidence=self._evidence(kind),
-            remedies=remedies_for(kind.name, self.config, self.rehearsal.version),
+            remedies=remedies,
         )
 
     def _live_memory(self) -> FragmentationCause:
@@ -292,9 +306,9 @@ class _Judge:
         if kind is CauseKind.UNSPLIT_SLACK:
             return f"{counted(count, 'live block')} with {size} behind what was asked for, at most {largest} each"
         if kind is CauseKind.PENDING_FREE:
-            return (
-                f"{count:,} blocks of {size} were freed, but another stream that used them is not past them"
-            )
+            were, them = ("was", "it") if count == 1 else ("were", "them")
+            freed = f"{counted(count, 'block')} of {size} {were} freed"
+            return f"{freed}, but another stream that used {them} is not past {them}"
         if kind is CauseKind.OTHER_STREAM:
             assert request is not None
             fits = "would have served" if account.largest[kind] >= request.size else "is smaller than"
@@ -314,7 +328,7 @@ class _Judge:
                 f"{many} of {size}, large enough for the {wanted} that {verb}; but blocks of {limit} and more serve "
                 "only requests of about their size"
             )
-        if kind in (CauseKind.LONG_LIVED_IN_HOLE, CauseKind.INTERLEAVED):
+        if kind in (CauseKind.LONG_LIVED_IN_HOLE, CauseKind.INTERLEAVED, CauseKind.BESIDE_LIVE):
             return f"{many} of {size} beside live blocks, the largest {largest}{self._main_pin(kind)}"
         if kind in (CauseKind.GROWING_SIZES, CauseKind.VARYING_SIZES, CauseKind.SMALLER_SEGMENTS):
             return f"{counted(count, 'free segment')} of {size}, the largest {largest}, too small for the {wanted}"

@@ -143,7 +143,7 @@ def diff(
     categories = {
         kind: Pair(before=before.categories.get(kind, 0), after=after.categories.get(kind, 0))
         for kind in (*list(Category)[1:], Category.OTHER)
-        if before.categories and after.categories and _tells(before, "category") and _tells(after, "category")
+        if before.categories and after.categories and _both_tell(before, after, "category")
     }
     return TraceDiff(
         before=before,
@@ -152,9 +152,7 @@ def diff(
         reserved=_pair(before.reserved, after.reserved),
         outside=_pair(before.outside, after.outside),
         categories=categories,
-        modules=_differing(before.modules, after.modules)
-        if _tells(before, "module") and _tells(after, "module")
-        else {},
+        modules=_differing(before.modules, after.modules) if _both_tell(before, after, "module") else {},
         phases=_differing(before.phases, after.phases) if before.phases and after.phases else {},
         changes=_changes(before, after) if detailed else (),
         omitted=Pair(before=before.omitted, after=after.omitted),
@@ -217,11 +215,18 @@ def _tells(state: PeakState, name: str) -> bool:
     return any(getattr(one, name) for one in state.holdings)
 
 
+def _both_tell(before: PeakState, after: PeakState, name: str) -> bool:
+    """Whether both sources know this alike: what stacks tell of categories is less than what a virtual run knows."""
+    if name == "category" and before.by_frames != after.by_frames:
+        return False
+    return _tells(before, name) and _tells(after, name)
+
+
 def _changes(before: PeakState, after: PeakState) -> tuple[HoldingChange, ...]:
     """The holdings of both, paired from the most to the least that they have in common."""
     deep = before.deep and after.deep
     # Recordings of a card know no categories, operators, modules and tensors, and some no stacks.
-    known = {name for name in _TOLD if _tells(before, name) and _tells(after, name)}
+    known = {name for name in _TOLD if _both_tell(before, after, name)}
 
     def stack(one: Holding) -> tuple[Frame, ...]:
         if "stack" not in known:

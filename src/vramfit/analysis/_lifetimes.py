@@ -9,7 +9,8 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
-from vramfit.trace import Category, EventKind, MemoryTrace, TraceDevice
+from vramfit.trace import Category, EventKind, Frame, MemoryTrace, Segment, TraceDevice
+from vramfit.trace.frame_categories import category_of
 
 Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
@@ -34,6 +35,9 @@ class Lifetimes:
         completed: row at which the free took effect; ``rows`` if never. Until here it counts as active.
         size: bytes that were asked for.
         block: bytes of the block, which is what torch counts as allocated; block - size is slack.
+        stack: index into the trace's stacks, -1 where nothing says who asked. A block from before the trace has the
+            stack that the final segments give it.
+        category: `Category` of the block; of one from before the trace as far as its stack tells.
     """
 
     device: int
@@ -44,6 +48,8 @@ class Lifetimes:
     address: NDArray[np.uint64]
     size: Ints
     block: Ints
+    stack: Ints
+    category: Ints
 
     def alive(self, row: int) -> Ints:
         """Indices of the blocks that count as allocated right after event ``row``."""
@@ -85,15 +91,18 @@ def lifetimes(trace: MemoryTrace, device: int = 0, begins: Sequence[EventKind] =
     keep = np.flatnonzero(is_alloc | late_request | late_completion)
     at = rows[keep]
     size, known = trace.size[at], trace.block[at]
+    born = np.where(is_alloc, rows, -1)[keep]
     found = Lifetimes(
         device=device,
         rows=len(trace),
-        born=np.where(is_alloc, rows, -1)[keep],
+        born=born,
         freed=np.select([is_alloc, late_request], [next_row, rows], -1)[keep],
         completed=np.where(late_completion, rows, completed)[keep],
         address=trace.address[at],
         size=size,
         block=np.where(known > 0, known, -(-size // _MIN_BLOCK) * _MIN_BLOCK),
+        stack=born_column(trace.stack, born),
+        category=born_column(trace.category, born, unknown=int(Category.OTHER)),
     )
     return _with_survivors(found, trace)
 
@@ -126,7 +135,8 @@ def _with_survivors(found: Lifetimes, trace: MemoryTrace) -> Lifetimes:
     if described is None or not described.segments:
         return found
     known = set(found.address[found.completed == found.rows].tolist())
-    extra: list[tuple[int, int, int, int]] = []
+    extra: list[tuple[int, int, int, int, int, int]] = []
+    asked = _Askers(trace)
     for segment in described.segments:
         cursor = int(segment["address"])
         for block in segment["blocks"]:
@@ -136,22 +146,47 @@ def _with_survivors(found: Lifetimes, trace: MemoryTrace) -> Lifetimes:
                 continue
             # A block that waits for a stream was given back before the trace began.
             freed = found.rows if block["state"] == "active_allocated" else -1
-            extra.append((here, int(block.get("requested_size", block["size"])), int(block["size"]), freed))
+            requested, size = int(block.get("requested_size", block["size"])), int(block["size"])
+            extra.append((here, requested, size, freed, *asked.of(block)))
     if not extra:
         return found
-    address, size, block_bytes, freed_rows = (list(column) for column in zip(*extra, strict=True))
+    address, requests, blocks, ends, stacks, kinds = (list(column) for column in zip(*extra, strict=True))
     before = np.full(len(extra), -1, dtype=np.int64)
     never = np.full(len(extra), found.rows, dtype=np.int64)
     return Lifetimes(
         device=found.device,
         rows=found.rows,
         born=np.concatenate([found.born, before]),
-        freed=np.concatenate([found.freed, np.array(freed_rows, dtype=np.int64)]),
+        freed=np.concatenate([found.freed, np.array(ends, dtype=np.int64)]),
         completed=np.concatenate([found.completed, never]),
         address=np.concatenate([found.address, np.array(address, dtype=np.uint64)]),
-        size=np.concatenate([found.size, np.array(size, dtype=np.int64)]),
-        block=np.concatenate([found.block, np.array(block_bytes, dtype=np.int64)]),
+        size=np.concatenate([found.size, np.array(requests, dtype=np.int64)]),
+        block=np.concatenate([found.block, np.array(blocks, dtype=np.int64)]),
+        stack=np.concatenate([found.stack, np.array(stacks, dtype=np.int64)]),
+        category=np.concatenate([found.category, np.array(kinds, dtype=np.int64)]),
     )
+
+
+class _Askers:
+    """Who asked for blocks of the final segments, by the frames that a snapshot keeps with them."""
+
+    def __init__(self, trace: MemoryTrace) -> None:
+        self.trace = trace
+        self.stacks: dict[tuple[Frame, ...], int] | None = None
+
+    def of(self, block: Segment) -> tuple[int, int]:
+        """Index of the stack in the trace, -1 where there is none, and the category that it tells."""
+        raw = block.get("frames")
+        if not raw:
+            return -1, int(Category.OTHER)
+        if self.stacks is None:
+            frames = self.trace.frames
+            self.stacks = {
+                tuple(frames[index] for index in stack): number
+                for number, stack in enumerate(self.trace.stacks)
+            }
+        stack = tuple(Frame(frame["filename"], frame["line"], frame["name"]) for frame in raw)
+        return self.stacks.get(stack, -1), int(category_of(stack))
 
 
 class Measure(Enum):
@@ -214,11 +249,6 @@ def curves(trace: MemoryTrace, lives: Lifetimes) -> Curves:
             Measure.RESERVED: reserved_start,
         },
     )
-
-
-def block_categories(trace: MemoryTrace, lives: Lifetimes) -> Ints:
-    """The category of each block; OTHER for those from before the trace."""
-    return born_column(trace.category, lives.born, unknown=int(Category.OTHER))
 
 
 def born_column(column: NDArray[np.generic], born: Ints, *, unknown: int = -1) -> Ints:

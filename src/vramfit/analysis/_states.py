@@ -8,13 +8,14 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from vramfit.analysis._lifetimes import Ints, Lifetimes, Measure, block_categories, born_column, trace_device
+from vramfit.analysis._lifetimes import Ints, Lifetimes, Measure, born_column, trace_device
 from vramfit.analysis._phases import phases, split_name
 from vramfit.analysis.breakdown import last_oom_row, moment, peak_row
 from vramfit.analysis.device_timeline import DeviceTimeline
 from vramfit.analysis.groups import entry, fold_path, stack_frames
 from vramfit.errors import TraceFormatError, UsageError
 from vramfit.trace import Actual, Category, Frame, MemoryTrace, Source
+from vramfit.trace.frame_categories import BY_FRAMES
 from vramfit.trace.frames import Origin, innermost, origin, user_frame
 
 _T = TypeVar("_T")
@@ -65,6 +66,8 @@ class PeakState:
         phases: highest allocated bytes of each part of the iterations (``forward``, ``backward``, ``step``).
         deep: whether the stacks are whole.
         torch: its version, empty if unknown.
+        is_state: the figures are those of the moment when a snapshot without history was dumped, and no peaks.
+        by_frames: categories are those that stacks tell, so that many blocks have none.
     """
 
     name: str
@@ -82,6 +85,8 @@ class PeakState:
     phases: Mapping[str, int] = field(default_factory=dict)
     deep: bool = False
     torch: str = ""
+    is_state: bool = False
+    by_frames: bool = False
 
     @property
     def used(self) -> int | None:
@@ -177,6 +182,8 @@ def state_from_trace(
         phases=parts,
         deep=True,
         torch=str(trace.meta.get("torch_version", "")),
+        is_state=trace.is_state(device),
+        by_frames=trace.meta.get("categories") == BY_FRAMES,
     )
 
 
@@ -185,9 +192,9 @@ def _holdings(trace: MemoryTrace, lives: Lifetimes, alive: Ints) -> tuple[Holdin
     born = lives.born[alive]
     keys = np.stack(
         [
-            born_column(trace.stack, born),
+            lives.stack[alive],
             born_column(trace.op, born),
-            block_categories(trace, lives)[alive],
+            lives.category[alive],
             born_column(trace.module, born),
             born_column(trace.tensor, born),
             lives.block[alive],

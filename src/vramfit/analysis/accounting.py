@@ -22,6 +22,8 @@ class CauseKind(Enum):
     LIVE_MEMORY = "live memory fills the card"
     LONG_LIVED_IN_HOLE = "longer-lived blocks lie in holes of earlier ones"
     INTERLEAVED = "longer-lived and shorter-lived blocks lie side by side"
+    BESIDE_LIVE = "free memory beside live blocks, which keep it from being given back"
+    """The same where only a state is known, and so no lifetimes."""
     GROWING_SIZES = "each request is larger than what the one before left"
     VARYING_SIZES = "requests of many different sizes"
     SMALLER_SEGMENTS = "free segments that are all smaller than the request"
@@ -74,8 +76,11 @@ class Account:
         config: AllocatorConfig,
         request: Request | None,
         pins: Pins,
+        *,
+        is_state: bool,
     ) -> None:
-        """Go through all blocks and all gaps."""
+        """Go through all blocks and all gaps; ``is_state``: nothing is known of what was before."""
+        self.is_state = is_state
         self.lives, self.held, self.config, self.request, self.pins = lives, held, config, request, pins
         self.rounding = Rounding(config)
         self.bytes: dict[CauseKind, int] = {}
@@ -147,6 +152,7 @@ class Account:
             beside = [block for block in (gap.before, gap.after) if block >= 0]
             hole = any(self.pins.in_hole[block] for block in beside)
             kind = CauseKind.LONG_LIVED_IN_HOLE if hole else CauseKind.INTERLEAVED
+            kind = CauseKind.BESIDE_LIVE if self.is_state else kind
             self._add_pinned(kind, gap, gap.size)
 
     def _kind_of_whole_segments(self) -> CauseKind:

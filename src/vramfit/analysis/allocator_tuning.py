@@ -14,9 +14,13 @@ from vramfit.allocator import AllocatorConfig
 from vramfit.allocator.config import misread_numbers
 from vramfit.allocator.core import Rounding
 from vramfit.allocator.versions import ALLOC_CONF_VARIABLES, TorchVersion, rules_for
+from vramfit.analysis._lifetimes import trace_device
+from vramfit.analysis.breakdown import last_oom_row
 from vramfit.analysis.trials import Progress, Trial, TrialSearch, finer_candidates, first_candidates, rank
 from vramfit.errors import ConfigError, UsageError
-from vramfit.trace import Capacity, CapacitySource, EventKind, MemoryTrace, Peaks, Rehearsal
+from vramfit.trace import Capacity, CapacitySource, EventKind, MemoryTrace, Peaks, Rehearsal, Source
+from vramfit.trace.settings import CONF_FROM, GIVEN_BY_OPTION
+from vramfit.trace.without_history import RECORD_HISTORY, STATE
 from vramfit.units import MIB, counted, format_bytes
 
 
@@ -198,6 +202,10 @@ class DeviceRecording:
         predicted: peaks of a replay under the recorded settings, from the state in which the recording begins.
         exact: that replay placed every block and every segment as recorded.
         capacity: memory for the allocator, and what tells it.
+        begins_in_use: the recording begins with segments that were there already.
+        ends_at_failure: the recording ends with a request that ran out of memory, so that what the program would have
+            asked for after it is unknown.
+        gpu: name of the card; empty if unknown.
     """
 
     index: int
@@ -205,6 +213,9 @@ class DeviceRecording:
     predicted: Peaks
     exact: bool
     capacity: Capacity
+    begins_in_use: bool = False
+    ends_at_failure: bool = False
+    gpu: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -215,7 +226,11 @@ class Tuning:
         devices: the devices of the recording that were considered.
         torch_version: whose rules and settings apply.
         version_known: the trace names it.
-        variable: the environment variable that this version reads.
+        variable: the environment variable for the settings: the one that the recorded program took them from, where
+            the trace says, else the one that wins in all versions.
+        recorded_from: where the recorded program took its settings from: an environment variable, or
+            `GIVEN_BY_OPTION`; empty if unknown.
+        virtual: the recording is of a virtual GPU, so that the program can be run again as it was.
         recorded_alloc_conf: settings of the recording.
         baseline: the recorded settings on fresh cards: what all trials are compared with. It differs from the
             recording itself where that began with memory in use.
@@ -237,6 +252,8 @@ class Tuning:
     traps: tuple[Trap, ...]
     events: int
     seconds: float
+    recorded_from: str = ""
+    virtual: bool = False
 
     @property
     def saved(self) -> int:
@@ -254,10 +271,23 @@ class Tuning:
         return self.best.alloc_conf == self.baseline.alloc_conf
 
     @property
+    def failed_last(self) -> DeviceRecording | None:
+        """The device whose recording ends with a request that ran out of memory, if one does."""
+        return next((device for device in self.devices if device.ends_at_failure), None)
+
+    @property
+    def serves_failure(self) -> bool:
+        """Whether the best trial serves a request with whose failure the recording ends: what follows is unknown."""
+        return self.failed_last is not None and self.best.ooms < self.baseline.ooms
+
+    @property
     def export_line(self) -> str:
         """The line for the shell."""
         if not self.best.alloc_conf:
-            return f"unset {self.variable}"
+            if self.recorded_from == GIVEN_BY_OPTION:
+                return f"# leave {GIVEN_BY_OPTION} out"
+            # Which of the variables held the settings is not in a snapshot, and unsetting both harms nobody.
+            return f"unset {self.recorded_from or ' '.join(_VARIABLES)}"
         return f"export {self.variable}={self.best.alloc_conf}"
 
 
@@ -268,6 +298,8 @@ def tolerance(peak: int) -> int:
     """
     return max(peak // 200, min(20 * MIB, peak // 20))
 
+
+_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 _STOP_AT = 1.5
 """A trial is broken off above so many times the recorded peak: it is worse, and by how much does not matter."""
@@ -307,11 +339,12 @@ def tune(
     else:
         _search_all(search, recordings, version, known=bool(trace.meta.get("torch_version")))
     trials = tuple(sorted(search.trials.values(), key=rank))
+    recorded_from = str(trace.meta.get(CONF_FROM, ""))
     return Tuning(
         devices=recordings,
         torch_version=version,
         version_known=bool(trace.meta.get("torch_version")),
-        variable=ALLOC_CONF_VARIABLES[0],
+        variable=recorded_from if recorded_from in _VARIABLES else ALLOC_CONF_VARIABLES[0],
         recorded_alloc_conf=rehearsals[0].config.to_string(),
         baseline=baseline,
         trials=trials,
@@ -319,11 +352,20 @@ def tune(
         traps=tuple(find_traps(search, baseline, trace, settings)),
         events=len(trace),
         seconds=time.perf_counter() - began,
+        recorded_from=recorded_from,
+        virtual=trace.meta.get("source") == Source.VIRTUAL.value,
     )
 
 
 def _devices(trace: MemoryTrace, device: int | None) -> list[int]:
     found = np.unique(trace.device[trace.kind == EventKind.ALLOC]).tolist()
+    states = [index for index in trace.known_devices if trace.is_state(index)]
+    if device in states or (not found and states):
+        where = "" if device is None else f" of device {device}"
+        raise UsageError(
+            f"the recording{where} is {STATE}: it holds no requests that other settings could serve",
+            RECORD_HISTORY,
+        )
     if not found:
         raise UsageError("the trace holds no requests", "Record a program that allocates on the card")
     if device is None:
@@ -336,6 +378,7 @@ def _devices(trace: MemoryTrace, device: int | None) -> list[int]:
 
 def _recording(rehearsal: Rehearsal) -> DeviceRecording:
     player = rehearsal.exact()
+    described = trace_device(rehearsal.trace, rehearsal.device)
     allocator = player.allocator
     predicted = Peaks(
         peak_allocated=allocator.peak_allocated_bytes, peak_reserved=allocator.peak_reserved_bytes
@@ -346,6 +389,9 @@ def _recording(rehearsal: Rehearsal) -> DeviceRecording:
         predicted=predicted,
         exact=player.first_difference is None and player.driver.surprises == 0,
         capacity=rehearsal.capacity,
+        begins_in_use=bool(rehearsal.start),
+        ends_at_failure=last_oom_row(rehearsal.trace, rehearsal.device) is not None,
+        gpu=described.name if described is not None else "",
     )
 
 

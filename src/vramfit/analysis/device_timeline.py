@@ -14,7 +14,6 @@ from vramfit.analysis._lifetimes import (
     Flags,
     Ints,
     Lifetimes,
-    block_categories,
     curves,
     lifetimes,
     running,
@@ -260,7 +259,7 @@ class DeviceTimeline:
     @cached_property
     def categories(self) -> Ints:
         """The category of each block."""
-        return block_categories(self.trace, self.lives)
+        return self.lives.category
 
     @cached_property
     def spans(self) -> SegmentSpans:

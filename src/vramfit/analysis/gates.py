@@ -111,7 +111,7 @@ def budget_gates(
             actual=(actual := _known(state, quantity)),
             limit=budget,
             passed=actual <= budget,
-            note=_outside_unknown(state, quantity),
+            note=_unknown(state, quantity),
         )
         for state in run
         if not (state.ran_out and _known(state, quantity) <= budget)
@@ -199,7 +199,11 @@ def _known(state: PeakState, quantity: Quantity) -> int:
     return actual
 
 
-def _outside_unknown(state: PeakState, quantity: Quantity) -> str:
+def _unknown(state: PeakState, quantity: Quantity) -> str:
+    """What the figure leaves out."""
+    notes = []
+    if state.is_state:
+        notes.append("a snapshot without history holds no peak: this is what was held when it was dumped")
     if quantity is Quantity.TOTAL and state.outside is None:
-        return "what lies outside PyTorch (the CUDA context) is not known here and not counted"
-    return ""
+        notes.append("what lies outside PyTorch (the CUDA context) is not known here and not counted")
+    return "; ".join(notes)

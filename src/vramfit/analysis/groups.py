@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from vramfit.analysis._lifetimes import Flags, Ints, Lifetimes, block_categories, born_column
+from vramfit.analysis._lifetimes import Flags, Ints, Lifetimes, born_column
 from vramfit.trace import Category, Frame, MemoryTrace
 from vramfit.trace.frames import Origin, innermost, user_frame
 
@@ -183,9 +183,7 @@ class Grouping:
     def of(trace: MemoryTrace, lives: Lifetimes, blocks: Ints) -> Grouping:
         """Group the given blocks of a device by all that a reader would see of them."""
         born = lives.born[blocks]
-        lines, line_of = _distinct(
-            born_column(trace.stack, born), lambda stack: lines_of(stack_frames(trace, stack))
-        )
+        lines, line_of = _distinct(lives.stack[blocks], lambda stack: lines_of(stack_frames(trace, stack)))
         modules, module_of = _distinct(
             born_column(trace.module, born), lambda module: fold_path(entry(trace.modules, module))
         )
@@ -193,7 +191,7 @@ class Grouping:
             [
                 born_column(trace.tensor, born),
                 born_column(trace.op, born),
-                block_categories(trace, lives)[blocks],
+                lives.category[blocks],
                 module_of,
                 line_of,
                 lives.block[blocks],

@@ -8,11 +8,12 @@ from functools import cached_property
 
 import numpy as np
 
-from vramfit.analysis._lifetimes import Flags, Ints, block_categories
+from vramfit.analysis._lifetimes import Flags, Ints
 from vramfit.analysis.alignment import Alignment
 from vramfit.analysis.reconciliation import Cause, Difference, StreamComparison, StreamDifference
 from vramfit.analysis.requests import RequestLabel, Requests
 from vramfit.trace import Category
+from vramfit.trace.frame_categories import BY_FRAMES
 
 WORKSPACE_BYTES = frozenset({8_519_680, 32 << 20})
 """What torch takes for cuBLAS: 2 x 4 MiB and 8 x 16 KiB, and 32 MiB on compute capability 9 and newer
@@ -285,8 +286,9 @@ def _unlike(
 
 def _known_workspaces(requests: Requests) -> Flags:
     """The blocks that the trace categorises as workspaces; without categories, those that look like workspaces."""
-    categories = block_categories(requests.trace, requests.lives)
-    if requests.trace.category.any():
+    categories = requests.lives.category
+    by_frames = requests.trace.meta.get("categories") == BY_FRAMES
+    if requests.trace.category.any() and not by_frames:
         flags: Flags = categories == Category.WORKSPACES
         return flags
     every, none = np.ones(len(categories), dtype=bool), np.zeros(len(categories), dtype=bool)

@@ -6,9 +6,10 @@ from vramfit.analysis._lifetimes import Curves, Measure, trace_device
 from vramfit.analysis.breakdown import last_oom_row, oom_row
 from vramfit.analysis.device_timeline import DeviceTimeline
 from vramfit.analysis.groups import entry, stack_frames
-from vramfit.trace import DeviceOutcome, MemoryTrace, OomReport, Run
+from vramfit.trace import DeviceOutcome, MemoryTrace, OomReport, Run, RunWarning
 from vramfit.trace.frames import user_frame
 from vramfit.trace.partial import run_of_trace
+from vramfit.trace.without_history import NO_HISTORY, RECORD_HISTORY, STATE
 from vramfit.units import format_bytes
 
 
@@ -32,7 +33,18 @@ def run_from_trace(trace: MemoryTrace, *, name: str = "") -> Run:
         exit_code=1 if ended else 0,
         error=oom.message if ended and oom is not None else None,
         program=(program,) if program else (),
+        warnings=_without_history(trace),
     )
+
+
+def _without_history(trace: MemoryTrace) -> tuple[RunWarning, ...]:
+    """A warning where nothing was recorded of a device but what it held when its snapshot was dumped."""
+    states = [index for index in trace.known_devices if trace.is_state(index)]
+    if not states:
+        return ()
+    which = "" if len(states) == len(trace.known_devices) else f" of GPU {', '.join(map(str, states))}"
+    message = f"the snapshot{which} is {STATE}, so its figures are no peaks. {RECORD_HISTORY}"
+    return (RunWarning(code=NO_HISTORY, message=message, location=None, count=1),)
 
 
 def _outcome(trace: MemoryTrace, index: int, found: Curves, oom: OomReport | None) -> DeviceOutcome:

@@ -108,6 +108,19 @@ def remedies_for(
     return tuple(found)
 
 
+def of_a_state(cause: str, given_back: int) -> tuple[Remedy, ...]:
+    """What a state alone, without the requests that led to it, can tell to do against a cause.
+
+    Args:
+        cause: name of the `CauseKind`.
+        given_back: bytes that ``empty_cache`` would give back.
+    """
+    if cause == "CACHED" and given_back:
+        text = f"torch.cuda.empty_cache() would give back {format_bytes(given_back)} here"
+        return (_words(RemedyKind.EMPTY_CACHE, text),)
+    return _WORDS[cause] if cause in ("PENDING_FREE", "PRIVATE_POOL", "ROUNDING") else ()
+
+
 def prove(rehearsal: Rehearsal, remedies: Iterable[Remedy]) -> dict[Remedy, Remedy]:
     """Each remedy with its outcome: allocator settings are tried by serving the trace's requests under them."""
     peaks: dict[str, tuple[int, int]] = {}

@@ -10,7 +10,7 @@ from zlib import crc32
 
 import numpy as np
 
-from vramfit.analysis._lifetimes import Curves, Flags, Ints, Lifetimes, Measure, born_column, lifetimes
+from vramfit.analysis._lifetimes import Curves, Flags, Ints, Lifetimes, Measure, lifetimes
 from vramfit.analysis.alignment import Alignment, Ends, align
 from vramfit.analysis.device_timeline import DeviceTimeline
 from vramfit.analysis.groups import entry, stack_frames
@@ -87,9 +87,7 @@ class Requests:
 
     def _places(self, blocks: Ints) -> Ints:
         of_stack = [0 if line is None else crc32(_place(line).encode()) + 1 for line in self._lines]
-        return np.array([*of_stack, 0], dtype=np.int64)[
-            born_column(self.trace.stack, self.lives.born[blocks])
-        ]
+        return np.array([*of_stack, 0], dtype=np.int64)[self.lives.stack[blocks]]
 
     def settled(self, row: int) -> int:
         """The event itself; where it asks for a block's return that takes effect at once, the one that says so."""

@@ -93,16 +93,18 @@ def explain_file(file: Path, device: int | None, *, most: int, lower: Tolerance)
         TraceFormatError: the file cannot be read.
         UsageError: the run has no such device.
     """
-    from vramfit.analysis import leaks, peaks, run_from_trace, verdict
+    from vramfit.analysis import leaks, peaks, pool_uses, run_from_trace, verdict
     from vramfit.report import Explanation
     from vramfit.trace import read_any
 
     run = run_from_trace(read_any(file), name=file.name)
     judged = _for_device(verdict(run), device, file)
-    found = peaks(
-        run.trace, judged.device.index, most=most, share=lower.share or 1.0, size=lower.size or None
-    )
-    grown = leaks(run.trace, judged.device.index) if found else None
+    index = judged.device.index
+    if run.trace.is_state(index):
+        row = judged.device.breakdown.moment.row
+        return Explanation(run=run, verdict=judged, peaks=(), pools=pool_uses(run.trace, index, row))
+    found = peaks(run.trace, index, most=most, share=lower.share or 1.0, size=lower.size or None)
+    grown = leaks(run.trace, index) if found else None
     return Explanation(run=run, verdict=judged, peaks=found, leaks=grown)
 
 

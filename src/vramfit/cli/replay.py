@@ -10,11 +10,13 @@ import typer
 
 from vramfit.cli.options import Recording, check_alloc_conf
 from vramfit.cli.printing import STANDARD_OUTPUT, check_outputs, write_document
+from vramfit.errors import UsageError
+from vramfit.trace.without_history import RECORD_HISTORY, STATE
 
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from vramfit.trace import DeviceReplay, Peaks, ReplayReport
+    from vramfit.trace import DeviceReplay, MemoryTrace, Peaks, ReplayReport
 
 REPLAY_SCHEMA = "vramfit.replay/1"
 """Name and version: the number grows when a key changes its meaning or goes away, not for new keys."""
@@ -47,6 +49,7 @@ def replay_command(
     config = None if alloc_conf is None else AllocatorConfig.parse(alloc_conf)
     check_outputs((("--json", json), ("--report", page)))
     trace = read_any(file)
+    _check_requests(trace, file, alloc_conf)
     report = replay(trace, config)
     if page is not None:
         from vramfit.report import write_page
@@ -58,6 +61,20 @@ def replay_command(
         _print(report, file)
 
 
+def _check_requests(trace: MemoryTrace, file: Path, alloc_conf: str | None) -> None:
+    """Refuse settings for a snapshot without history: nothing would be served under them.
+
+    Raises:
+        UsageError: no device has a request, and settings are given.
+    """
+    devices = trace.known_devices
+    if alloc_conf is not None and devices and all(trace.is_state(index) for index in devices):
+        raise UsageError(
+            f"{file} is {STATE}: it holds no requests that {alloc_conf or 'the defaults'} could serve",
+            RECORD_HISTORY,
+        )
+
+
 def replay_to_json(report: ReplayReport) -> dict[str, Any]:
     """The result as values that `json` can write; docs/json.md describes them. Sizes are bytes."""
     return {
@@ -65,7 +82,9 @@ def replay_to_json(report: ReplayReport) -> dict[str, Any]:
         "alloc_conf": report.alloc_conf,
         "recorded_alloc_conf": report.recorded_alloc_conf,
         "what_if": report.what_if,
-        "exact": None if report.what_if else report.exact,
+        "exact": None
+        if report.what_if or all(device.is_state for device in report.devices)
+        else report.exact,
         "events": report.events,
         "seconds": round(report.seconds, 6),
         "devices": [_device(device) for device in report.devices],
@@ -84,6 +103,7 @@ def _device(device: DeviceReplay) -> dict[str, Any]:
         "releases_matched": device.releases_matched,
         "final_segments": device.final_segments,
         "final_segments_matched": device.final_segments_matched,
+        "is_state": device.is_state,
         "surprises": device.surprises,
         "ooms": device.ooms,
         "ooms_replayed": device.ooms_replayed,
@@ -118,9 +138,18 @@ def _lines(report: ReplayReport, file: Path, width: int) -> Iterator[Text]:
         head = f"{file.name}: what if, under {settings} instead of {recorded}"
     else:
         head = f"{file.name}: replayed as recorded, under {settings}"
+    states = [device for device in report.devices if device.is_state]
+    if states and len(states) == len(report.devices):
+        head = f"{file.name}: nothing to replay"
     yield Text(head, style="bold")
     if not report.devices:
         yield Text("The recording holds no events and no segments.")
+        return
+    for device in states:
+        yield Text(f"GPU {device.index}: {_state(device)}", style="yellow")
+    if states:
+        yield Text(f"{RECORD_HISTORY}.")
+    if len(states) == len(report.devices):
         return
     yield from _table(report, width)
     for device in report.devices:
@@ -128,6 +157,15 @@ def _lines(report: ReplayReport, file: Path, width: int) -> Iterator[Text]:
             yield Text(f"GPU {device.index}: {note}")
     rate = report.events / report.seconds if report.seconds else 0.0
     yield Text(f"{counted(report.events, 'event')} in {report.seconds:.2f} s ({rate:,.0f}/s)", style="dim")
+
+
+def _state(device: DeviceReplay) -> str:
+    """What a device whose events were not recorded is."""
+    from vramfit.units import counted, format_bytes
+
+    held = f"{format_bytes(device.recorded.peak_allocated)} of {format_bytes(device.recorded.peak_reserved)}"
+    segments = counted(device.final_segments, "segment")
+    return f"{STATE}. It holds {held} reserved in {segments}, and no request that could be replayed."
 
 
 def _table(report: ReplayReport, width: int) -> Iterator[Text]:
@@ -138,6 +176,8 @@ def _table(report: ReplayReport, width: int) -> Iterator[Text]:
 
     cells: list[list[Text]] = []
     for device in report.devices:
+        if device.is_state:
+            continue
         rows: list[tuple[str, str, int, int | None]] = [
             ("requests, at their addresses", "", device.allocations, device.addresses_matched),
             ("segments taken", "", device.segments, device.segments_matched),

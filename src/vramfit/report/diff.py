@@ -52,6 +52,7 @@ class DiffLines:
             yield Text.assemble(
                 (one.after.name or "after", "bold"), f" compared with {one.before.name or 'before'}{device}"
             )
+            yield from self.states(one)
             unused = [state for state in (one.before, one.after) if not state.is_used]
             if one.same:
                 yield Text(f"  no difference{': neither used the card' if len(unused) > 1 else ''}")
@@ -61,16 +62,26 @@ class DiffLines:
             yield from self.figures(one)
             yield from self.details(one)
 
+    def states(self, one: TraceDiff) -> Iterator[Text]:
+        """That what is compared is no peak, where a snapshot without history is among it."""
+        states = dict.fromkeys(state.name or "one" for state in (one.before, one.after) if state.is_state)
+        if states:
+            which = " and ".join(states)
+            has = "are the states" if len(states) > 1 else "is the state"
+            text = f"  {which} {has} when dumped, without history, and no peak: compare like moments."
+            yield from broken(Text(text, style="yellow"), self.width, indent=2)
+
     def figures(self, one: TraceDiff) -> Iterator[Text]:
         """The peaks and the categories."""
         heads = ("before", "after", "difference")
+        both = one.before.is_state and one.after.is_state
         if self.width >= _ROW:
             yield Text(
                 f"{'':{_NAME}}" + "".join(f"{head:>{_FIGURE}}" for head in heads), style="bright_black"
             )
         for name, pair in (
-            ("peak allocated", one.allocated),
-            ("peak reserved", one.reserved),
+            ("allocated" if both else "peak allocated", one.allocated),
+            ("reserved" if both else "peak reserved", one.reserved),
             ("outside PyTorch", one.outside),
         ):
             if pair is not None and (pair.before or pair.after):
@@ -284,6 +295,7 @@ def _state(state: PeakState) -> dict[str, Any]:
         "ran_out": state.ran_out,
         "phase": state.phase or None,
         "detailed": state.detailed,
+        "is_state": state.is_state,
     }
 
 

@@ -8,14 +8,26 @@ from typing import Any
 
 from rich.text import Text
 
-from vramfit.analysis import NAMES, LeakReport, LocalPeak, Outcome, Removal, TensorGroup, Verdict
+from vramfit.analysis import (
+    NAMES,
+    LeakReport,
+    LocalPeak,
+    Outcome,
+    PoolUse,
+    Removal,
+    TensorGroup,
+    Verdict,
+    given_back_by_empty_cache,
+)
 from vramfit.report.folding import NARROW, folded
+from vramfit.report.fragmentation import pool_to_json
 from vramfit.report.json_report import group_to_json, moment_to_json
 from vramfit.report.leaks import LeakLines
 from vramfit.report.rendering import json_values, printed_as_page, to_json
 from vramfit.report.sections import SIZE, Sections
 from vramfit.report.text import each, elide_left, percent, short_op
 from vramfit.trace import Run
+from vramfit.trace.without_history import RECORD_HISTORY, STATE
 from vramfit.units import counted, format_bytes
 
 EXPLAIN_SCHEMA = "vramfit.explain/1"
@@ -31,12 +43,19 @@ class Explanation:
     Attributes:
         verdict: its verdict; the deciding card is the device explained.
         leaks: what grows from step to step; None where that was not searched for.
+        pools: of a snapshot without history, how its pools are used; else empty.
     """
 
     run: Run
     verdict: Verdict
     peaks: Sequence[LocalPeak]
     leaks: LeakReport | None = None
+    pools: Sequence[PoolUse] = ()
+
+    @property
+    def is_state(self) -> bool:
+        """Whether all that is known of the device is what it held when its snapshot was dumped."""
+        return self.run.trace.is_state(self.verdict.device.index)
 
 
 @printed_as_page(Explanation)
@@ -52,7 +71,8 @@ class _ExplainReport(Sections):
             return
         yield Text()
         ended = found.verdict.outcome is Outcome.DOES_NOT_FIT
-        yield from self.categories(device.breakdown, "When it ran out" if ended else "At the peak")
+        when = "When it ran out" if ended else "At the peak"
+        yield from self.categories(device.breakdown, "When dumped" if found.is_state else when)
         yield from self.modules(device.breakdown)
         yield from self.tensors(device.breakdown)
         yield from self.phases(found.run.trace, device.index)
@@ -68,9 +88,11 @@ class _ExplainReport(Sections):
         name = " ".join(run.program) or "the trace"
         where = f" (GPU {device.index})" if len(run.devices) > 1 or device.index > 0 else ""
         card = f" on {device.gpu}" if device.gpu and device.total else ""
-        yield from self.wrapped(
-            Text.assemble((name, "bold"), f"{card}{where}: {counted(len(run.trace), 'event')}")
-        )
+        what = STATE if found.is_state else counted(len(run.trace), "event")
+        yield from self.wrapped(Text.assemble((name, "bold"), f"{card}{where}: {what}"))
+        if found.is_state:
+            yield from self.state(found)
+            return
         total = f" of {format_bytes(device.total)}" if device.total else ""
         context = f", {format_bytes(device.context)} outside PyTorch" if device.context else ""
         yield from self.wrapped(
@@ -92,6 +114,34 @@ class _ExplainReport(Sections):
         for position, reason in enumerate(found.verdict.why):
             label = "  why  " if position == 0 else "       "
             yield from self.wrapped(Text.assemble((label, "bold"), reason), indent=7)
+
+    def state(self, found: Explanation) -> Iterator[Text]:
+        """The figures of a snapshot without history, what is free of them, and what would tell more."""
+        device = found.verdict.device
+        blocks = sum(pool.blocks for pool in found.pools)
+        segments = sum(pool.segments for pool in found.pools)
+        inside = f" in {counted(blocks, 'block')}" if found.pools else ""
+        if waiting := device.breakdown.active - device.breakdown.allocated:
+            inside = f" (and {format_bytes(waiting)} that wait for a stream)"
+        held = f" in {counted(segments, 'segment')}" if found.pools else ""
+        yield from self.wrapped(
+            Text(
+                f"  allocated {format_bytes(device.peak_allocated)}{inside}, "
+                f"reserved {format_bytes(device.peak_reserved)}{held}"
+            )
+        )
+        given_back = given_back_by_empty_cache(found.pools)
+        private = sum(pool.releasable for pool in found.pools if pool.is_private)
+        beside = sum(pool.inactive_split for pool in found.pools)
+        free = [
+            *([f"{format_bytes(given_back)} that empty_cache would give back"] if given_back else []),
+            *([f"{format_bytes(private)} in free segments of private pools"] if private else []),
+            *([f"{format_bytes(beside)} beside live blocks"] if beside else []),
+        ]
+        if free:
+            yield from self.wrapped(Text(f"  free in it: {', '.join(free)} (see --fragmentation)"))
+        missing = "Its peak, the requests, and what settings would change are not in it"
+        yield from self.wrapped(Text(f"  {missing}. {RECORD_HISTORY}.", style="yellow"))
 
     def peaks(self, found: Sequence[LocalPeak]) -> Iterator[Text]:
         """When memory stood high, and what would have to go."""
@@ -157,6 +207,8 @@ def _json_values(found: Explanation) -> dict[str, Any]:
         "run": to_json(found.run, found.verdict),
         "peaks": [_peak(peak) for peak in found.peaks],
         "leaks": None if found.leaks is None else to_json(found.leaks),
+        "is_state": found.is_state,
+        "pools": [pool_to_json(pool) for pool in found.pools],
     }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich.text import Text
@@ -17,8 +17,10 @@ from vramfit.analysis import (
     OomVerdict,
     PinGroup,
     PinnedSegment,
+    PoolUse,
     Remedy,
     WhatIfAnswer,
+    given_back_by_empty_cache,
 )
 from vramfit.report.json_report import frame_to_json, group_to_json, moment_to_json
 from vramfit.report.rendering import json_values, printed_as_page
@@ -27,7 +29,7 @@ from vramfit.report.text import each, seconds, short_op
 from vramfit.trace import CapacitySource
 from vramfit.units import counted, format_bytes
 
-_CAUSES, _PINS, _SEGMENTS = 8, 6, 3
+_CAUSES, _PINS, _SEGMENTS, _POOLS, _HOLDERS = 8, 6, 3, 8, 2
 _NOTABLE = 0.001
 """Share of the reserved bytes from which a cause is shown in the terminal."""
 
@@ -48,6 +50,8 @@ class _FragmentationReport(Sections):
         if rest:
             amount = format_bytes(sum(cause.bytes for cause in rest))
             yield Text(f"  {amount:>{SIZE}}  for {counted(len(rest), 'other cause')}", style="bright_black")
+        if found.is_state:
+            yield from self.state(found)
         if found.oom is not None:
             yield Text()
             yield from self.oom(found.oom)
@@ -56,7 +60,11 @@ class _FragmentationReport(Sections):
             yield self.heading("Live blocks beside free memory")
             for pin in found.pins[:_PINS]:
                 yield from self.pin(pin)
-        if found.segments:
+        if found.segments and found.is_state:
+            yield Text()
+            yield self.heading("Segments with the most free memory beside live blocks")
+            yield from self.segments_of_a_state(found.segments)
+        elif found.segments:
             yield Text()
             yield self.heading("How the worst segments came to be")
             for segment in found.segments[:_SEGMENTS]:
@@ -70,6 +78,7 @@ class _FragmentationReport(Sections):
         spare = max(0, reserved - found.requested)
         share = f" ({100 * spare / reserved:.1f} %)" if reserved else ""
         when = self.describe(found.moment).removeprefix(", ") or f"event {found.moment.row:,}"
+        when = f"at {when}" if not found.is_state else "when the snapshot was dumped"
         request = found.request
         why = ""
         if request is not None:
@@ -78,7 +87,7 @@ class _FragmentationReport(Sections):
         yield from self.wrapped(
             Text.assemble(
                 ("Reserved but not asked for: ", "bold"),
-                f"{format_bytes(spare)} of {format_bytes(reserved)}{share} at {when}{why}",
+                f"{format_bytes(spare)} of {format_bytes(reserved)}{share} {when}{why}",
             )
         )
 
@@ -97,6 +106,37 @@ class _FragmentationReport(Sections):
             told.add(remedy)
             yield from self.wrapped(Text.assemble((f"{'':{indent}}→ ", "green"), text), indent=indent + 2)
 
+    def state(self, found: FragmentationCauses) -> Iterator[Text]:
+        """What a snapshot without history tells of the pools, and what it cannot tell."""
+        missing = "Which settings or which order of requests would help, only a recorded history can tell"
+        yield from self.wrapped(Text(f"  {missing}.", style="yellow"))
+        yield Text()
+        yield self.heading("Pools")
+        for pool in found.pools[:_POOLS]:
+            yield from self.wrapped(
+                Text.assemble((f"  {format_bytes(pool.reserved):>{SIZE}}  ", "bold"), pool_text(pool)),
+                indent=SIZE + 4,
+            )
+        if rest := found.pools[_POOLS:]:
+            left = format_bytes(sum(pool.reserved for pool in rest))
+            yield Text(f"  {left:>{SIZE}}  in {counted(len(rest), 'other pool')}", style="bright_black")
+
+    def segments_of_a_state(self, found: Sequence[PinnedSegment]) -> Iterator[Text]:
+        """The worst segments of a snapshot without history, one of each kind."""
+        texts = []
+        for pinned in found:
+            kind = "expandable " if pinned.segment.expandable else ""
+            held = [self.holder(pin) for pin in pinned.pins[:_HOLDERS]]
+            more = len(pinned.pins) + pinned.pins_omitted - len(held)
+            held += [f"{counted(more, 'other block')}"] if more else []
+            text = (
+                f"{kind}segment of {format_bytes(pinned.segment.size)} with {format_bytes(pinned.free)} free, at most "
+                f"{format_bytes(pinned.largest_gap)} at once, held by {', '.join(held)}"
+            )
+            texts.append(text)
+        for text in list(dict.fromkeys(texts))[:_SEGMENTS]:
+            yield from self.wrapped(Text(f"  {text}"), indent=4)
+
     def oom(self, oom: OomExplanation) -> Iterator[Text]:
         """What would have served the request."""
         yield self.heading(f"Would the request of {format_bytes(oom.requested)} have fitted?")
@@ -111,9 +151,10 @@ class _FragmentationReport(Sections):
     def pin(self, pin: PinGroup) -> Iterator[Text]:
         """One kind of pinning blocks."""
         group = pin.group
-        what = group.tensor or short_op(group.op) or format_bytes(group.block_bytes)
-        where = self.location(group.line or group.library_line) or group.module
         several = each(group.count, group.block_bytes)
+        size = "" if several else format_bytes(group.block_bytes)
+        what = group.tensor or short_op(group.op) or size
+        where = self.location(group.line or group.library_line) or group.module
         facts = [" ".join(filter(None, (several, what))), NAMES[group.category]]
         facts += [where] if where else []
         facts += [f"made in {pin.phase}"] if pin.phase else []
@@ -179,6 +220,42 @@ class _FragmentationReport(Sections):
         yield from self.wrapped(
             Text(f"Largest request that could be served: {cache} from the cache, {card}.")
         )
+
+
+def pool_text(pool: PoolUse) -> str:
+    """A pool in words: what it is, and how its bytes are used."""
+    size = "small" if pool.small else "large"
+    name = (
+        f"private pool {pool.pool_id[0]}.{pool.pool_id[1]}, {size} blocks"
+        if pool.is_private
+        else f"{size} pool"
+    )
+    stream = f" of stream {pool.stream}" if pool.stream else ""
+    pages = " of pages" if pool.expandable else ""
+    parts = [f"{format_bytes(pool.occupied)} in {counted(pool.blocks, 'block')}"]
+    if pool.free_segments or pool.releasable:
+        where = "free pages" if pool.expandable else counted(pool.free_segments, "free segment")
+        parts.append(f"{format_bytes(pool.releasable)} in {where}")
+    if pool.inactive_split:
+        parts.append(f"{format_bytes(pool.inactive_split)} in gaps")
+    return f"{name}{stream}, {counted(pool.segments, 'segment')}{pages}: {', '.join(parts)}"
+
+
+def pool_to_json(pool: PoolUse) -> dict[str, Any]:
+    """A pool as ``pools[]`` of docs/json.md."""
+    return {
+        "stream": pool.stream,
+        "pool": "small" if pool.small else "large",
+        "private_pool_id": list(pool.pool_id) if pool.is_private else None,
+        "expandable": pool.expandable,
+        "segments": pool.segments,
+        "blocks": pool.blocks,
+        "reserved_bytes": pool.reserved,
+        "occupied_bytes": pool.occupied,
+        "free_segments": pool.free_segments,
+        "releasable_bytes": pool.releasable,
+        "inactive_split_bytes": pool.inactive_split,
+    }
 
 
 def remedy_text(remedy: Remedy) -> str:
@@ -252,6 +329,9 @@ def _json_values(found: FragmentationCauses) -> dict[str, Any]:
             "from_cache_bytes": found.largest.from_cache,
             "after_release_bytes": found.largest.after_release,
         },
+        "is_state": found.is_state,
+        "pools": [pool_to_json(pool) for pool in found.pools],
+        "empty_cache_releases_bytes": given_back_by_empty_cache(found.pools),
         "capacity_bytes": found.capacity.known,
         "capacity_source": found.capacity.source.name.lower(),
         "oom": None

@@ -15,6 +15,7 @@ from vramfit.analysis import (
     TensorGroup,
     Verdict,
     growth,
+    hints,
     phases,
 )
 from vramfit.plain import to_plain
@@ -74,6 +75,7 @@ def _json_values(run: Run, verdict: Verdict, against: Reconciliation | None = No
         "seconds_wall": run.seconds_wall,
         "ops": run.ops,
         "warnings": to_plain(run.warnings),
+        "hints": to_plain(hints(run, verdict)),
         "files": _files(run),
         "modules": _modules(breakdown.modules),
         "tensors": [group_to_json(group) for group in breakdown.tensors],

@@ -16,6 +16,7 @@ import numpy as np
 from vramfit.analysis import (
     NAMES,
     DeviceTimeline,
+    Lifetimes,
     short_location,
     timeline,
     user_frame,
@@ -169,7 +170,7 @@ def _blocks(trace: MemoryTrace, device: int, times: Any) -> Iterator[dict[str, A
             "bytes": int(lives.block[block]),
             "requested_bytes": int(lives.size[block]),
             "address": hex(int(lives.address[block])),
-            **_origin(trace, born),
+            **_origin(trace, lives, block),
         }
         if freed > last:
             args["never_freed"] = True
@@ -180,16 +181,17 @@ def _blocks(trace: MemoryTrace, device: int, times: Any) -> Iterator[dict[str, A
         yield {**base, "ph": "e", "ts": int(times[min(freed, last)]) if last >= 0 else 0}
 
 
-def _origin(trace: MemoryTrace, born: int) -> dict[str, Any]:
+def _origin(trace: MemoryTrace, lives: Lifetimes, block: int) -> dict[str, Any]:
     """What made a block."""
+    born = int(lives.born[block])
+    found: dict[str, Any] = {"category": NAMES[Category(int(lives.category[block]))]}
     if born < 0:
-        return {"category": NAMES[Category.OTHER], "since": "before the recording"}
-    found: dict[str, Any] = {"category": NAMES[Category(int(trace.category[born]))]}
+        found["since"] = "before the recording"
     for column, table in (("op", trace.ops), ("module", trace.modules), ("tensor", trace.tensors)):
-        index = int(getattr(trace, column)[born])
+        index = int(getattr(trace, column)[born]) if born >= 0 else -1
         if index >= 0:
             found[column] = table[index]
-    line = user_frame(stack_frames(trace, int(trace.stack[born])))
+    line = user_frame(stack_frames(trace, int(lives.stack[block])))
     if line is not None:
         found["line"] = short_location(line)
     return found

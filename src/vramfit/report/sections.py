@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from rich.text import Text
@@ -20,7 +20,7 @@ from vramfit.analysis import (
     summarise,
 )
 from vramfit.report.folding import NARROW, broken
-from vramfit.report.text import bar, each, elide_left, percent, short_op, tree_lines
+from vramfit.report.text import bar, each_of_sizes, elide_left, percent, short_op, tree_lines
 from vramfit.trace import Category, Frame, MemoryTrace
 from vramfit.units import format_bytes
 
@@ -134,8 +134,9 @@ class Sections:
             return
         yield Text()
         yield self.heading("Largest tensors")
-        fixed = 2 + SIZE + _EACH + 2 + (18 if wide else 0)
-        widths = self.tensor_widths(groups, self.width - fixed - 6, wide=wide)
+        several = max([_EACH, *(len(_several(group)) for group in groups)])
+        fixed = 2 + SIZE + several + 2 + (18 if wide else 0)
+        widths = (several, *self.tensor_widths(groups, self.width - fixed - 6, wide=wide))
         for group in groups:
             if self.width < NARROW:
                 yield from self.tensor_told(group)
@@ -159,16 +160,18 @@ class Sections:
                 return tensor, 0, room - tensor
         return tensor, operation, room - tensor - operation
 
-    def tensor_line(self, group: TensorGroup, widths: tuple[int, int, int], *, wide: bool) -> Text:
+    def tensor_line(self, group: _TensorRow, widths: tuple[int, int, int, int], *, wide: bool) -> Text:
         """One group of tensors."""
-        count = each(group.count, group.block_bytes)
+        several, *widths_after, place = widths
         tensor = Text(_tensor(group), style=STYLES[group.category])
         operation = Text(short_op(group.op))
-        for text, width in ((tensor, widths[0]), (operation, widths[1])):
+        for text, width in zip((tensor, operation), widths_after, strict=True):
             text.truncate(width, overflow="ellipsis", pad=True)
-        location = self.tensor_location(group, widths[2], wide=wide)
-        line = Text.assemble(f"  {format_bytes(group.total_bytes):>{SIZE}} {count:<{_EACH}} ", tensor, "  ")
-        if widths[1]:
+        location = self.tensor_location(group, place, wide=wide)
+        line = Text.assemble(
+            f"  {format_bytes(group.total_bytes):>{SIZE}} {_several(group):<{several}} ", tensor, "  "
+        )
+        if widths_after[1]:
             line.append(operation).append("  ")
         if wide:
             line.append(f"{NAMES[group.category]:<16}  ")
@@ -176,9 +179,9 @@ class Sections:
         line.rstrip()
         return line
 
-    def tensor_told(self, group: TensorGroup) -> Iterator[Text]:
+    def tensor_told(self, group: _TensorRow) -> Iterator[Text]:
         """One group of tensors, whole, where columns have no room."""
-        count = f" = {found}" if (found := each(group.count, group.block_bytes)) else ""
+        count = f" = {found}" if (found := _several(group)) else ""
         place = self.location(group.line or group.library_line) or group.module
         facts = ", ".join(filter(None, (_tensor(group), short_op(group.op), place)))
         yield from self.wrapped(Text(f"  {format_bytes(group.total_bytes)}{count} {facts}"), indent=4)
@@ -268,18 +271,49 @@ def _which(summary: PhaseSummary) -> str:
     return f"worst of {summary.count}: {worst.name.removesuffix(f'/{worst.part}')}"
 
 
-def _joined(groups: tuple[TensorGroup, ...], *, by_library: bool) -> list[TensorGroup]:
-    """Join the groups that differ only in what the table does not show: the module, the library's line."""
-    alike: dict[tuple[object, ...], TensorGroup] = {}
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _TensorRow(TensorGroup):
+    """A row of the table: groups that differ only in what it does not show.
+
+    Attributes:
+        largest_bytes: of the largest block; ``block_bytes`` are those of the smallest.
+    """
+
+    largest_bytes: int
+
+
+def _joined(groups: tuple[TensorGroup, ...], *, by_library: bool) -> list[_TensorRow]:
+    """Join the groups that differ only in what the table does not show: the module, the library's line, the size.
+
+    Where nothing but the size is known, each size has a row.
+    """
+    alike: dict[tuple[object, ...], _TensorRow] = {}
     for group in groups:
         place = group.line or group.library_line or group.module
-        key = (group.tensor, group.op, group.category, place, group.library_line if by_library else None)
-        known = alike.get(key)
-        alike[key] = (
-            group
-            if known is None
-            else replace(
-                known, count=known.count + group.count, total_bytes=known.total_bytes + group.total_bytes
-            )
+        size = None if group.tensor or group.op or place else group.block_bytes
+        key = (
+            group.tensor,
+            group.op,
+            group.category,
+            place,
+            group.library_line if by_library else None,
+            size,
         )
-    return sorted(alike.values(), key=lambda group: -group.total_bytes)
+        row = alike.get(key)
+        if row is None:
+            facts = {field.name: getattr(group, field.name) for field in fields(TensorGroup)}
+            alike[key] = _TensorRow(**facts, largest_bytes=group.block_bytes)
+            continue
+        alike[key] = replace(
+            row,
+            count=row.count + group.count,
+            total_bytes=row.total_bytes + group.total_bytes,
+            block_bytes=min(row.block_bytes, group.block_bytes),
+            largest_bytes=max(row.largest_bytes, group.block_bytes),
+        )
+    return sorted(alike.values(), key=lambda row: (-row.total_bytes, -row.largest_bytes))
+
+
+def _several(row: _TensorRow) -> str:
+    """How many blocks there are, and of which sizes."""
+    return each_of_sizes(row.count, row.block_bytes, row.largest_bytes)

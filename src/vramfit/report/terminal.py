@@ -13,6 +13,7 @@ from vramfit.analysis import (
     DeviceVerdict,
     Outcome,
     Verdict,
+    hints,
 )
 from vramfit.report.need_words import bar_words, need_words
 from vramfit.report.rendering import printed_as_page
@@ -47,7 +48,7 @@ def headline(run: Run, verdict: Verdict, *, root: Path | None = None) -> list[st
     page.width = _UNBROKEN
     if _never_used_a_card(verdict):
         return [line.plain.strip() for line in page.unused_headline(run, verdict)]
-    return [line.plain.strip() for line in page.headline(run, verdict)]
+    return [line.plain.strip() for line in (*page.headline(run, verdict), *page.hints(run, verdict))]
 
 
 @printed_as_page(Run)
@@ -60,6 +61,7 @@ class _RunReport(Sections):
             yield from self.unused(run, verdict)
             return
         yield from self.headline(run, verdict)
+        yield from self.hints(run, verdict)
         if verdict.device.index != NO_CARD:
             yield from self.card(run, verdict)
         yield from self.host(run)
@@ -67,6 +69,12 @@ class _RunReport(Sections):
         yield from self.files(run)
         yield Text()
         yield self.footer(run)
+
+    def hints(self, run: Run, verdict: Verdict) -> Iterator[Text]:
+        """What is worth a line of its own."""
+        for hint in hints(run, verdict):
+            place = f" [{self.relative(hint.location)}]" if hint.location else ""
+            yield from self.wrapped(Text(f"  {hint.message}{place}.", style="yellow"))
 
     def unused(self, run: Run, verdict: Verdict) -> Iterator[Text]:
         """The report of a program that never used a card: there are no bytes to show."""

@@ -101,6 +101,15 @@ def each(count: int, size: int) -> str:
     return f"{count:,} × {format_bytes(size)}" if count > 1 else ""
 
 
+def each_of_sizes(count: int, least: int, most: int) -> str:
+    """The same for blocks of several sizes: ``31 × 8.00-196.00 MiB``, the unit once where it is the same."""
+    if least == most or count < 2:
+        return each(count, most)
+    low, high = format_bytes(least), format_bytes(most)
+    number, unit = low.split()
+    return f"{count:,} × {number if high.endswith(unit) else low}-{high}"
+
+
 def elide_left(text: str, width: int) -> str:
     """Cut the beginning of a path that is too long: its end, with the line number, says most."""
     return text if len(text) <= width else "…" + text[len(text) - width + 1 :]

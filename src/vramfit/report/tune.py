@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,7 +32,7 @@ def _print(tuning: Tuning, *, to: Destination) -> None:
         # Whole whatever the width, so that it can be copied.
         to.console.print(Text(f"    {tuning.export_line}", style="bold"), soft_wrap=True, highlight=False)
         to.console.print()
-        print_lines(to.console, [Text(f"  {_price(tuning)}")], width)
+        print_lines(to.console, [Text(f"  {_price(tuning)}"), *_unknown_rest(tuning, width)], width)
     to.console.print()
     print_lines(to.console, _evidence(tuning, width), width)
 
@@ -65,6 +66,14 @@ def _headline(tuning: Tuning) -> Iterator[Text]:
             yield Text(f"  {fails} under every setting: vramfit explain says what holds the memory.")
         return
     share = 100 * tuning.saved / baseline.peak_reserved if baseline.peak_reserved else 0.0
+    if tuning.serves_failure:
+        failed = "the request that ran out of memory"
+        if baseline.ooms > 1:
+            failed = f"{baseline.ooms - best.ooms} of {baseline.ooms} requests that ran out of memory"
+        yield Text.assemble(
+            ("~ ", "bold yellow"), f"{failed} would be served; what comes after the failure is not known"
+        )
+        return
     if best.ooms < baseline.ooms:
         what = (
             f"{baseline.ooms - best.ooms} of {baseline.ooms} requests that ran out of memory would be served"
@@ -78,6 +87,32 @@ def _headline(tuning: Tuning) -> Iterator[Text]:
         often = counted(best.retries, "time")
         what = f"the cache is given back for want of memory {often} instead of {baseline.retries}"
     yield Text.assemble(("✓ ", "bold green"), what)
+
+
+def _unknown_rest(tuning: Tuning, width: int) -> Iterator[Text]:
+    """That settings which serve a last request that failed are tried only up to there, and what tells more."""
+    if not tuning.serves_failure:
+        return
+    again = (
+        f"run the program again with {rerun_command(tuning)}"
+        if tuning.virtual
+        else "record it again with them"
+    )
+    text = (
+        f"  The recording ends at the failure: these settings serve the requests up to there, and may fail at a later "
+        f"one. To know, {again}."
+    )
+    yield from broken(Text(text, style="yellow"), width, indent=2)
+
+
+def rerun_command(tuning: Tuning) -> str:
+    """The command that runs the program of a virtual recording under the settings to take."""
+    gpu = (
+        f" --gpu {shlex.quote(device.gpu)}"
+        if (device := tuning.failed_last) is not None and device.gpu
+        else ""
+    )
+    return f"vramfit run{gpu} --alloc-conf {shlex.quote(tuning.best.alloc_conf)} SCRIPT"
 
 
 def _price(tuning: Tuning) -> str:
@@ -146,10 +181,15 @@ def _notes(tuning: Tuning) -> Iterator[str]:
             f"{format_bytes(device.predicted.peak_reserved)}, {same}."
         )
         yield f"{where}{_capacity(device)}"
-    if tuning.baseline.peak_reserved != max(device.recorded.peak_reserved for device in tuning.devices):
+    recorded = max(device.recorded.peak_reserved for device in tuning.devices)
+    if tuning.baseline.peak_reserved != recorded:
+        now = format_bytes(tuning.baseline.peak_reserved)
+        why = f"On an empty card the recorded settings reserve {now}, and not {format_bytes(recorded)}."
+        if any(device.begins_in_use for device in tuning.devices):
+            why = "The recording begins with memory in use, whose history is unknown."
         yield (
-            "The recording begins with memory in use, whose history is unknown. All settings, the recorded ones too, "
-            "begin here on an empty card, so compare the rows with one another."
+            f"{why} All settings, the recorded ones too, begin here on an empty card, so compare the rows with one "
+            "another."
         )
     if not tuning.version_known:
         major, minor = tuning.torch_version
@@ -186,6 +226,9 @@ def _json_values(tuning: Tuning) -> dict[str, Any]:
         "keep": tuning.keep,
         "saved_bytes": tuning.saved,
         "recorded_alloc_conf": tuning.recorded_alloc_conf,
+        "recorded_from": tuning.recorded_from or None,
+        "serves_failure": tuning.serves_failure,
+        "rerun": rerun_command(tuning) if tuning.serves_failure and tuning.virtual else None,
         "events": tuning.events,
         "seconds": round(tuning.seconds, 3),
         "devices": [_device(device) for device in tuning.devices],
@@ -207,6 +250,8 @@ def _device(device: DeviceRecording) -> dict[str, Any]:
         "recorded_peak_allocated_bytes": device.recorded.peak_allocated,
         "predicted_peak_reserved_bytes": device.predicted.peak_reserved,
         "exact": device.exact,
+        "begins_in_use": device.begins_in_use,
+        "ends_at_failure": device.ends_at_failure,
         "capacity_bytes": capacity.known,
         "capacity_source": capacity.source.name.lower(),
     }

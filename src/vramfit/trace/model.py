@@ -215,6 +215,12 @@ class MemoryTrace:
         named = {device.index for device in self.devices if device.name or device.segments}
         return tuple(sorted(named | set(np.unique(self.device[about]).tolist())))
 
+    def is_state(self, device: int) -> bool:
+        """Whether all that is known of a device is what it held when its snapshot was dumped: nothing was recorded."""
+        held = any(found.index == device and found.segments for found in self.devices)
+        about = (self.kind != EventKind.MARKER) & (self.kind != EventKind.SNAPSHOT)
+        return held and not bool((about & (self.device == device)).any())
+
     def outside_bytes(self, device: int) -> int | None:
         """Memory of a device outside torch's allocator; None where the trace does not give it."""
         described = next((found for found in self.devices if found.index == device), None)

@@ -426,6 +426,33 @@ class CudnnNote:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class KernelRefusal:
+    """Why a kernel did not serve a call: ``flash``, ``takes no mask``."""
+
+    kernel: str
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionFallback:
+    """Calls of ``scaled_dot_product_attention`` that the math kernel served, which writes its scores to memory.
+
+    Attributes:
+        location: ``file:line`` of the program, None if it has none.
+        dtype: of the queries.
+        scores: shape of the scores, (..., heads, queries, keys).
+        scores_dtype: what they are computed in.
+        refused: why each fused kernel did not serve them.
+    """
+
+    location: str | None
+    dtype: str
+    scores: tuple[int, ...]
+    scores_dtype: str
+    refused: tuple[KernelRefusal, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
     """A finished run of a program.
 
@@ -455,6 +482,7 @@ class Run:
         estimates: the requests whose sizes were estimated, in the order in which they were noted.
         host: the host's memory, step by step; None where it was not measured.
         again: what came of running it again without the card's limit; None where nobody tried.
+        attention_fallbacks: calls of attention that the math kernel served, each place and shape once.
     """
 
     trace: MemoryTrace
@@ -479,6 +507,7 @@ class Run:
     estimates: tuple[Estimate, ...] = ()
     host: HostMemory | None = None
     again: SecondRun | None = None
+    attention_fallbacks: tuple[AttentionFallback, ...] = ()
 
     def __post_init__(self) -> None:
         """Mask secrets, which must not reach a file."""

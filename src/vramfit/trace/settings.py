@@ -13,6 +13,12 @@ from vramfit.units import MIB
 
 _CONF_KEYS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
+CONF_FROM = "alloc_conf_from"
+"""Key of a trace's ``meta``: where the settings came from, an environment variable or `GIVEN_BY_OPTION`."""
+
+GIVEN_BY_OPTION = "--alloc-conf"
+"""The settings were given to vramfit, and no variable was read."""
+
 
 def conf_from_settings(settings: Mapping[str, Any]) -> str:
     """The settings string of a snapshot's ``allocator_settings``.

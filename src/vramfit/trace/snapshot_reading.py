@@ -20,12 +20,13 @@ from numpy.typing import NDArray
 
 from vramfit.errors import TraceFormatError
 from vramfit.trace.fileformat import EMBEDDED, MAGIC, parse_trace, read_file
+from vramfit.trace.frame_categories import BY_FRAMES, category_of
 from vramfit.trace.journal import MAGIC as JOURNAL
 from vramfit.trace.journal import parse_journal
 from vramfit.trace.model import COLUMNS, Category, EventKind, Frame, MemoryTrace, TraceDevice
 from vramfit.trace.pickles import load_plain, looks_like_a_pickle
 from vramfit.trace.replay.rewind import fill_block_sizes
-from vramfit.trace.segments import check_frames, check_segment
+from vramfit.trace.segments import INACTIVE, check_frames, check_segment
 from vramfit.trace.settings import conf_from_settings
 from vramfit.writing import StrPath
 
@@ -285,10 +286,14 @@ class _Importer:
         for number, raw in enumerate(self.snapshot.get("segments", ())):
             segment = check_segment(raw, f"segments[{number}]", self.seen)
             segments.setdefault(segment["device"], []).append(segment)
+            for block in segment["blocks"]:
+                if block["state"] != INACTIVE and block.get("frames"):
+                    self.stack(block["frames"], f"segments[{number}]")
         traces = self.snapshot.get("device_traces", ())
         parts = [self.columns(index, entries) for index, entries in enumerate(traces)]
         parts.append(self.annotations())
         columns = _merge(parts)
+        categories = self.categorise(columns)
         settings = self.snapshot.get("allocator_settings")
         devices = range(max([len(traces), *(index + 1 for index in segments)]))
         trace = MemoryTrace(
@@ -302,6 +307,7 @@ class _Importer:
             meta={
                 "source": "snapshot",
                 "alloc_conf": conf_from_settings(settings if isinstance(settings, dict) else {}),
+                **({"categories": BY_FRAMES} if categories else {}),
             },
         )
         return fill_block_sizes(trace)
@@ -336,6 +342,15 @@ class _Importer:
             self.stack(entry["frames"], where) if entry.get("frames") else -1 for entry in entries
         ]
         return columns
+
+    def categorise(self, columns: dict[str, NDArray[Any]]) -> bool:
+        """Give requests without a category what their stacks tell; whether any stack of the snapshot tells one."""
+        frames = list(self.frames)
+        told = [category_of([frames[index] for index in stack]) for stack in self.stacks]
+        of_stack = np.array([*told, Category.OTHER], dtype=np.uint8)
+        silent = (columns["kind"] == EventKind.ALLOC) & (columns["category"] == Category.OTHER)
+        columns["category"][silent] = of_stack[columns["stack"][silent]]
+        return bool(of_stack.any())
 
     def stack(self, raw: object, where: str) -> int:
         """Index of the stack of a list of frames."""

@@ -52,6 +52,7 @@ from vramfit.trace import (
 )
 from vramfit.trace.journal import TraceJournal
 from vramfit.trace.outcome import platform_text
+from vramfit.trace.settings import CONF_FROM
 from vramfit.units import format_bytes
 from vramfit.virtual import foreign, program_clocks, ranks, torch_cuda, torch_patches
 from vramfit.virtual.clock_choice import ProgramClock, program_clock
@@ -365,6 +366,8 @@ class VirtualGPU:
         meter, machine = self.meter, self._machine
         meter.collect()
         self._builder.meta["alloc_conf"] = machine.config.to_string()
+        if machine.conf_from:
+            self._builder.meta[CONF_FROM] = machine.conf_from
         oom = meter.oom
         # NCCL's error is of another type, with the message that was noted.
         if oom is not None and (isinstance(error, torch.OutOfMemoryError) or str(error) == oom.message):
@@ -391,6 +394,7 @@ class VirtualGPU:
             profile=self._profile_note(),
             cudnn=self._cudnn_note(),
             estimates=tuple(meter.estimates),
+            attention_fallbacks=machine.attention_fallbacks,
         ).with_ending()
 
     def _profile_note(self) -> ProfileNote | None:

@@ -23,11 +23,14 @@ from vramfit.allocator import (
     alloc_conf_from_env,
 )
 from vramfit.allocator.driver import ENDLESS
+from vramfit.allocator.versions import ALLOC_CONF_VARIABLES
 from vramfit.capture.storages import EventHook, FreedHook
 from vramfit.errors import UsageError
 from vramfit.gpus import GpuSpec
 from vramfit.gpus.measured_profile import Rates
 from vramfit.trace import CardLimit
+from vramfit.trace.outcome import AttentionFallback
+from vramfit.trace.settings import GIVEN_BY_OPTION
 from vramfit.virtual.data_dependent.assume import Assume, Assumptions, assumption
 from vramfit.virtual.kernels.measured import MeasuredTable
 from vramfit.virtual.op_call import WorkspaceAsker
@@ -150,6 +153,10 @@ class VirtualDevice:
     def memory_info(self) -> tuple[int, int]:
         """Free and total bytes of the card, as ``cudaMemGetInfo`` reports them."""
         return self.driver.free_bytes, self.spec.total_bytes
+
+
+_MOST_FALLBACKS = 200
+"""Calls of attention in different places or shapes that are kept."""
 
 
 @dataclass(slots=True)
@@ -282,6 +289,7 @@ class Machine:
         self._context_bytes = context_bytes
         self._tls = _ThreadState(self.hooks)
         self._warnings: dict[tuple[str, str | None], Warned] = {}
+        self._attention_fallbacks: dict[AttentionFallback, None] = {}
         self._warn_lock = threading.Lock()
 
     # Devices
@@ -348,6 +356,13 @@ class Machine:
         if conf is None:
             conf = alloc_conf_from_env(os.environ)
         return AllocatorConfig.parse(conf, torch_version=self.torch_version)
+
+    @property
+    def conf_from(self) -> str:
+        """Where the settings came from: the variable that torch reads, or our option; empty for the defaults."""
+        if self._alloc_conf is not None:
+            return GIVEN_BY_OPTION if self._alloc_conf else ""
+        return next((name for name in ALLOC_CONF_VARIABLES if os.environ.get(name)), "")
 
     def set_config(self, config: AllocatorConfig) -> None:
         """Change the allocator settings while the program runs, as torch allows."""
@@ -480,6 +495,17 @@ class Machine:
                 self._warnings[code, location] = Warned(code, message, location)
             else:
                 known.count += 1
+
+    def note_attention(self, fallback: AttentionFallback) -> None:
+        """Note calls of attention that the math kernel serves; each place and shape is kept once, of the first ones."""
+        with self._warn_lock:
+            if len(self._attention_fallbacks) < _MOST_FALLBACKS:
+                self._attention_fallbacks[fallback] = None
+
+    @property
+    def attention_fallbacks(self) -> tuple[AttentionFallback, ...]:
+        """The calls of attention that the math kernel served, in the order they first came."""
+        return tuple(self._attention_fallbacks)
 
     @property
     def warnings(self) -> tuple[Warned, ...]:

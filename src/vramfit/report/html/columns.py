@@ -122,7 +122,7 @@ def device_view(trace: MemoryTrace, device: TraceDevice, row: int) -> DeviceView
 
 def _in_order(lives: Lifetimes) -> Lifetimes:
     order = np.lexsort((lives.address, lives.born))
-    columns = ("born", "freed", "completed", "address", "size", "block")
+    columns = ("born", "freed", "completed", "address", "size", "block", "stack", "category")
     return replace(lives, **{name: getattr(lives, name)[order] for name in columns})
 
 
@@ -159,6 +159,8 @@ def origins(trace: MemoryTrace, views: Sequence[DeviceView]) -> Origins:
         name: born_column(getattr(trace, name), born, unknown=unknown)
         for name, unknown in _PROPERTIES.items()
     }
+    for name in ("category", "stack"):  # known of blocks from before the trace too
+        of_block[name] = np.concatenate([born[:0], *(getattr(view.lives, name) for view in views)])
     for column in of_block.values():
         values, place = np.unique(column, return_inverse=True)
         _, index = np.unique(index * (len(values) + 1) + place, return_inverse=True)

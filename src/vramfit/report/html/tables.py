@@ -187,12 +187,13 @@ def _block_row(trace: MemoryTrace, view: DeviceView, block: int, root: Path | No
     born, freed = int(lives.born[block]), int(lives.freed[block])
     until = f"{freed:,}" if freed < lives.rows else "still held"
     amount = format_bytes(int(lives.block[block]))
+    kind = NAMES[Category(int(lives.category[block]))]
+    frame = user_frame(stack_frames(trace, int(lives.stack[block])))
     if born < 0:
-        return (amount, NAMES[Category.OTHER], "", "", "", "", "before", until)
-    frame = user_frame(stack_frames(trace, int(trace.stack[born])))
+        return (amount, kind, "", "", "", short_location(frame, root=root), "before", until)
     return (
         amount,
-        NAMES[Category(int(trace.category[born]))],
+        kind,
         entry(trace.tensors, int(trace.tensor[born])),
         short_op(entry(trace.ops, int(trace.op[born]))),
         entry(trace.modules, int(trace.module[born])),

@@ -76,6 +76,11 @@ class DeviceReplay:
     first_difference: str | None
 
     @property
+    def is_state(self) -> bool:
+        """Whether nothing was recorded but what the device held at the end."""
+        return not self.events and self.final_segments > 0
+
+    @property
     def exact(self) -> bool:
         """Whether everything that was compared is equal."""
         return (

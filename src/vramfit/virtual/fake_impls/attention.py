@@ -15,6 +15,7 @@ import torch
 from vramfit.torch_internals.kernel_choice import addmm_activation, softmax
 from vramfit.virtual.fake_impls.registry import rule
 from vramfit.virtual.kernels import SdpaBackend, choose_backend, sdpa
+from vramfit.virtual.kernels.sdpa_refusals import math_fallback
 from vramfit.virtual.op_call import OpCall
 from vramfit.virtual.op_runner import OpRunner
 
@@ -24,8 +25,16 @@ def attention(mode: OpRunner, call: OpCall) -> Any:
     """Choose the backend as a card does; the ops of that backend come back to the mode."""
     given = call.by_name()
     context = mode.workspaces.context(given["query"].device.index or 0)
+
+    def fell_back() -> None:
+        tensors = (given["query"], given["key"], given["value"], given["attn_mask"])
+        at = mode.guesses.location()
+        mode.machine.note_attention(
+            math_fallback(*tensors, given["enable_gqa"], given["is_causal"], at, context)
+        )
+
     with mode:
-        return sdpa.scaled_dot_product_attention(ctx=context, **given)
+        return sdpa.scaled_dot_product_attention(ctx=context, fell_back=fell_back, **given)
 
 
 @rule("aten._fused_sdp_choice.default")

@@ -376,20 +376,25 @@ def scaled_dot_product_attention(
     scale: float | None,
     enable_gqa: bool,
     ctx: KernelContext,
+    fell_back: Callable[[], object] = lambda: None,
 ) -> torch.Tensor:
     """``F.scaled_dot_product_attention`` as a card runs it; shapes and errors as in torch.
 
     Differentiable: the ops are called through the dispatcher, with autograd recording.
+
+    Args:
+        fell_back: called where the math kernel runs.
     """
     if _is_unbatched(query, key, value, ctx):
         query, key, value, attn_mask = _with_batch(query, key, value, attn_mask)
         return scaled_dot_product_attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, ctx
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, ctx, fell_back
         ).squeeze(0)
     backend = choose_backend(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, ctx)
     if backend is SdpaBackend.FLASH:
         return _flash(query, key, value, dropout_p, is_causal, scale)
     if backend is SdpaBackend.MATH:
+        fell_back()
         mask = _additive_mask(attn_mask, query.dtype)
         return _math(query, key, value, mask, dropout_p, is_causal, scale, enable_gqa, ctx)
     trains = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)

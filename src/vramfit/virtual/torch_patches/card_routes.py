@@ -27,6 +27,7 @@ from vramfit.torch_internals.fake_tensors import FakeTensor
 from vramfit.torch_internals.layers import rnn_impls
 from vramfit.trace import Category
 from vramfit.virtual.kernels import sdpa
+from vramfit.virtual.kernels.sdpa_refusals import math_fallback
 from vramfit.virtual.op_runner import OpRunner
 from vramfit.virtual.torch_cuda.backends import RNNMode
 
@@ -99,8 +100,15 @@ def _register_kernels(mode: OpRunner, patches: PatchStack) -> None:
         enable_gqa: bool = False,
     ) -> torch.Tensor:
         context = mode.workspaces.context(query.device.index or 0)
+
+        def fell_back() -> None:
+            at = mode.guesses.location()
+            mode.machine.note_attention(
+                math_fallback(query, key, value, attn_mask, enable_gqa, is_causal, at, context)
+            )
+
         return sdpa.scaled_dot_product_attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, context
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, context, fell_back
         )
 
     with warnings.catch_warnings():
