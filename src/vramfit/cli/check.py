@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 GATE_FAILED = 3
 _SOURCES = {".py", ".pyw"}
+_ERROR = 300
+"""Characters of a program's error that are shown: the program has printed it whole."""
 _NO_BASELINE = "Write one first: vramfit check TARGET --write-baseline"
 
 
@@ -374,6 +376,7 @@ def _check_end(found: _CheckedTarget) -> None:
     """
     from vramfit.analysis import Outcome
     from vramfit.cli.run import exit_code
+    from vramfit.report.text import elide_middle
 
     run, judged = found.run, found.verdict
     if run is None or judged is None:
@@ -386,7 +389,7 @@ def _check_end(found: _CheckedTarget) -> None:
         error.exit_code = exit_code(run, judged)
         raise error
     if judged.outcome is Outcome.FAILED:
-        reason = f": {run.error}" if run.error else ""
+        reason = f": {elide_middle(run.error, _ERROR)}" if run.error else ""
         error = VramfitError(
             f"the program failed (exit code {run.exit_code}){reason}",
             "Nothing was checked: fix the program first",
