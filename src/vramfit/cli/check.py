@@ -12,7 +12,7 @@ import typer
 
 from vramfit.cli import options
 from vramfit.cli.ci import failures_told, tell_check
-from vramfit.cli.printing import STANDARD_OUTPUT, apart_from_json, check_outputs, write_document
+from vramfit.cli.printing import STANDARD_OUTPUT, apart_from_json, check_outputs, interrupted, write_document
 from vramfit.cli.program import Verb, check_source, program_command
 from vramfit.cli.ranks import (
     PerNode,
@@ -336,7 +336,7 @@ def _of_program(
             with apart_from_json(json):
                 run = run_program(subject, where)
         except KeyboardInterrupt:
-            raise typer.Exit(130) from None
+            raise interrupted() from None
         return _of_run(run, verdict(run), " ".join(run.program))
     worst = run_ranks(subject, on_virtual_cards(where), json).decisive
     name = f"{' '.join(worst.run.program)}, rank {worst.rank} of {subject.world.size}"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vramfit.cli.printing import STANDARD_OUTPUT, apart_from_json, write_document
+from vramfit.cli.printing import STANDARD_OUTPUT, apart_from_json, interrupted, write_document
 from vramfit.cli.program import check_source, program_command
 from vramfit.errors import UsageError
 
@@ -220,7 +220,7 @@ def run_ranks(options: WorldOptions, where: VirtualRun, json: Path | None = None
                 progress=lambda text: typer.echo(f"vramfit: {text}", err=True),
             )
     except KeyboardInterrupt:
-        raise typer.Exit(130) from None
+        raise interrupted("before all ranks had run") from None
     return memory_of(found, options.launcher)
 
 

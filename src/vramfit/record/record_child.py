@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from vramfit.errors import UsageError, VramfitError
 from vramfit.launch.host_meter import HostMemoryMeter
-from vramfit.launch.interrupts import note_interrupts
+from vramfit.launch.interrupts import leave_at_interrupt, note_interrupts
 from vramfit.launch.job import Stage
 from vramfit.launch.program_job import PARTIAL
 from vramfit.launch.running import OTHER_PROCESSES, leave_after, run_to_end, watch_processes
@@ -32,6 +32,7 @@ _NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 def main(job_file: str) -> int:
     """Run the job and return the program's exit code."""
     job = RecordJob.read(job_file)
+    leave_no_longer = leave_at_interrupt()
     note_interrupts(Path(job.folder))
     job.enter(Stage.IMPORTING)
     try:
@@ -40,6 +41,7 @@ def main(job_file: str) -> int:
     except VramfitError as unfit:
         job.fail(unfit)
         return unfit.exit_code
+    leave_no_longer()
     job.enter(Stage.RUNNING)
     stopping = Stopping(Path(job.folder), job.limits)
     host: HostMemoryMeter | None = None
