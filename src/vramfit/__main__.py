@@ -1,6 +1,6 @@
 """Lets ``python -m vramfit`` do what ``vramfit`` does."""
 
-from vramfit.cli import main
+from vramfit.entry import main
 
 if __name__ == "__main__":
     main()

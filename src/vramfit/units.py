@@ -21,22 +21,25 @@ _PATTERN = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?(?:e[0-9]+)?)\s*([a-z]*)\s*
 
 
 def parse_bytes(text: str | float) -> int:
-    """Parse a size in bytes: ``24GiB`` is 24 x 2^30, ``24GB`` is 24 x 10^9, ``512`` is 512 bytes.
+    """Parse a size in bytes: ``24GiB`` is 24 x 2^30, ``24GB`` is 24 x 10^9, ``512B`` is 512 bytes.
 
-    A bare letter (``24G``) is binary, as in the tools that print it (``nvidia-smi``, ``free -h``). A number is one of
-    bytes, and whole: ``2.5e9`` is.
+    A bare letter (``24G``) is binary, as in the tools that print it (``nvidia-smi``, ``free -h``). Text needs a unit,
+    except for zero. A number is one of bytes, and whole: ``2.5e9`` is.
 
     Raises:
-        ValueError: the text is not a size, or a larger one than memory can have; the message says what is accepted.
-            True, None and whatever else is neither text nor a number are refused too.
+        ValueError: the text is not a size, lacks a unit, or names more than memory can have; the message says what is
+            accepted. True, None and whatever else is neither text nor a number are refused too.
     """
     if not isinstance(text, str):
         return _whole_bytes(text)
     match = _PATTERN.fullmatch(text)
     factor = _FACTORS.get(match.group(2).lower()) if match else None
     if match is None or factor is None:
-        raise ValueError(f"{text!r} is not a size: write it as 24GiB, 24GB, 512MiB or a number of bytes")
-    size = float(match.group(1).replace("_", "")) * factor
+        raise ValueError(f"{text!r} is not a size: write it as 24GiB, 24GB, 512MiB or 512B")
+    number = match.group(1)
+    size = float(number.replace("_", "")) * factor
+    if size and not match.group(2):
+        raise ValueError(f"{text.strip()} has no unit: write {number}GiB, or {number}B for bytes")
     if size >= _TOO_LARGE:
         raise ValueError(f"{text!r} is larger than any memory")
     return round(size)

@@ -105,3 +105,39 @@ def test_a_syntax_error_in_an_import_is_reported_as_by_python(project: Path) -> 
     assert done.returncode == 1
     assert "SyntaxError: invalid syntax" in done.stderr
     assert "vramfit" not in done.stderr, "no frame of ours in the program's own error"
+
+
+FAILING = """
+import sys
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+class Labels(Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        raise ValueError("label file 17 is empty")
+
+torch.zeros(8, device="cuda")
+if sys.argv[1:]:
+    sys.exit(f"no data in {sys.argv[1]}")
+for batch in DataLoader(Labels(), batch_size=2, num_workers=1):
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ([], "ValueError: label file 17 is empty (in DataLoader worker process 0)"),
+        (["./data"], "no data in ./data"),
+    ],
+    ids=["worker", "sys.exit"],
+)
+def test_the_verdict_says_why_a_program_failed(project: Path, arguments: list[str], why: str) -> None:
+    (project / "failing.py").write_text(FAILING)
+    done = vramfit(project, "run", "--gpu", "24GiB", "--json", "out.json", "failing.py", *arguments)
+    assert done.returncode == 1
+    assert f"! the program failed (exit code 1): {why}" in " ".join(done.stdout.split())
+    assert json.loads((project / "out.json").read_text())["error"] == why

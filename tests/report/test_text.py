@@ -6,7 +6,7 @@ from vramfit.analysis import fold_layers, module_tree
 from vramfit.report.text import (
     bar,
     elide_left,
-    elide_right,
+    elide_middle,
     percent,
     relative,
     seconds,
@@ -78,9 +78,9 @@ def test_long_paths_lose_their_beginning() -> None:
     assert elide_left("a.py:1", 11) == "a.py:1"
 
 
-def test_long_messages_lose_their_end() -> None:
-    assert elide_right("no such\n  file", 12) == "no such file"
-    assert elide_right("no such file", 9) == "no such…"
+def test_long_messages_lose_their_middle() -> None:
+    assert elide_middle("no such\n  file", 12) == "no such file"
+    assert elide_middle("no such file: labels.csv", 16) == "no such fi…s.csv"
 
 
 def test_chains_of_single_children_are_one_line() -> None:

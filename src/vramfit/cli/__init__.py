@@ -19,7 +19,14 @@ from vramfit.cli.export import export_command
 from vramfit.cli.fit import fit_command
 from vramfit.cli.gpus import gpus_command
 from vramfit.cli.plan import plan_command
-from vramfit.cli.printing import INTERNAL_ERROR, GuardedStream, guarded_streams, print_bug, print_error
+from vramfit.cli.printing import (
+    INTERNAL_ERROR,
+    GuardedStream,
+    guarded_streams,
+    interrupted,
+    print_bug,
+    print_error,
+)
 from vramfit.cli.program import ProgramCommand, TargetCommand, Verb, Verbs
 from vramfit.cli.replay import replay_command
 from vramfit.cli.run import run_command
@@ -29,7 +36,7 @@ from vramfit.cli.tune import tune_command
 from vramfit.cli.verify import verify_command
 from vramfit.cli.watch import watch_command
 from vramfit.errors import UsageError, VramfitError
-from vramfit.launch.interrupts import terminated_by_exit
+from vramfit.launch.interrupts import programs_run, terminated_by_exit
 
 __all__ = ["app", "main"]
 
@@ -44,6 +51,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+_RUNNING_PROGRAMS = ("run", "check", "together", "watch")
+"""Verbs that run a program as it is."""
 
 _ANYWHERE = ("gpus", "doctor")
 """Verbs that need no current folder."""
@@ -157,6 +167,20 @@ def _tell_failure() -> int:
 def _run(arguments: Sequence[str] | None, output: GuardedStream) -> None:
     try:
         app(args=None if arguments is None else list(arguments), prog_name="vramfit")
-    except SystemExit:
+    except SystemExit as end:
+        if _is_of_interrupt(end):
+            words = sys.argv[1:] if arguments is None else list(arguments)
+            begins = words[:1] and words[0] in _RUNNING_PROGRAMS and not programs_run
+            raise interrupted("before the program began" if begins else "before there was a result") from None
         output.check()
         raise
+
+
+def _is_of_interrupt(end: BaseException) -> bool:
+    """Whether typer made this end of a ``KeyboardInterrupt``, in silence."""
+    error: BaseException | None = end
+    while error is not None:
+        if isinstance(error, KeyboardInterrupt):
+            return True
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return False

@@ -12,7 +12,7 @@ import typer
 
 from vramfit.cli import options
 from vramfit.cli.ci import failures_told, tell_check
-from vramfit.cli.printing import STANDARD_OUTPUT, apart_from_json, check_outputs, write_document
+from vramfit.cli.printing import STANDARD_OUTPUT, apart_from_json, check_outputs, interrupted, write_document
 from vramfit.cli.program import Verb, check_source, program_command
 from vramfit.cli.ranks import (
     PerNode,
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 GATE_FAILED = 3
 _SOURCES = {".py", ".pyw"}
+_ERROR = 300
+"""Characters of a program's error that are shown: the program has printed it whole."""
 _NO_BASELINE = "Write one first: vramfit check TARGET --write-baseline"
 
 
@@ -339,7 +341,7 @@ def _of_program(
             with apart_from_json(json):
                 run = run_program(subject, where, need=need)
         except KeyboardInterrupt:
-            options.interrupted()
+            raise interrupted() from None
         return _of_run(run, verdict(run), " ".join(run.program))
     worst = run_ranks(subject, on_virtual_cards(where), json).decisive
     name = f"{' '.join(worst.run.program)}, rank {worst.rank} of {subject.world.size}"
@@ -379,6 +381,7 @@ def _check_end(found: _CheckedTarget) -> None:
     """
     from vramfit.analysis import Outcome
     from vramfit.cli.run import exit_code
+    from vramfit.report.text import elide_middle
 
     run, judged = found.run, found.verdict
     if run is None or judged is None:
@@ -391,7 +394,7 @@ def _check_end(found: _CheckedTarget) -> None:
         error.exit_code = exit_code(run, judged)
         raise error
     if judged.outcome is Outcome.FAILED:
-        reason = f": {run.error}" if run.error else ""
+        reason = f": {elide_middle(run.error, _ERROR)}" if run.error else ""
         error = VramfitError(
             f"the program failed (exit code {run.exit_code}){reason}",
             "Nothing was checked: fix the program first",

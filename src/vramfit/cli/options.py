@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -195,16 +195,6 @@ NoNeed = Annotated[
         rich_help_panel=ENDING,
     ),
 ]
-
-
-def interrupted() -> NoReturn:
-    """End where the user interrupted a run before its program began: there is nothing to report.
-
-    Raises:
-        typer.Exit: always, with the code of a program that an interrupt ended.
-    """
-    typer.echo("vramfit: interrupted before the program started", err=True)
-    raise typer.Exit(130) from None
 
 
 WorkloadName = Annotated[

@@ -16,6 +16,7 @@ import typer
 
 from vramfit import __version__
 from vramfit.errors import UsageError, VramfitError
+from vramfit.launch.interrupts import INTERRUPTED
 from vramfit.writing import refused
 
 if TYPE_CHECKING:
@@ -119,6 +120,13 @@ def print_error(error: VramfitError) -> None:
     console.print(Text.assemble(("error: ", "bold red"), _one_line(error.message)), soft_wrap=True)
     if error.hint:
         console.print(Text.assemble(("next:  ", "bold"), _one_line(error.hint)), soft_wrap=True)
+
+
+def interrupted(when: str = "before the program began") -> VramfitError:
+    """What is raised where an interrupt left nothing to report."""
+    error = VramfitError(f"interrupted {when}")
+    error.exit_code = INTERRUPTED
+    return error
 
 
 def print_bug() -> None:

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vramfit.cli.options import interrupted
-from vramfit.cli.printing import STANDARD_OUTPUT, apart_from_json, write_document
+from vramfit.cli.printing import STANDARD_OUTPUT, apart_from_json, interrupted, write_document
 from vramfit.cli.program import check_source, program_command
 from vramfit.errors import UsageError
 
@@ -221,7 +220,7 @@ def run_ranks(options: WorldOptions, where: VirtualRun, json: Path | None = None
                 progress=lambda text: typer.echo(f"vramfit: {text}", err=True),
             )
     except KeyboardInterrupt:
-        interrupted()
+        raise interrupted("before all ranks had run") from None
     return memory_of(found, options.launcher)
 
 

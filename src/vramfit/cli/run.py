@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from vramfit.cli import options
-from vramfit.cli.printing import apart_from_json, check_outputs
+from vramfit.cli.printing import apart_from_json, check_outputs, interrupted
 from vramfit.cli.program import check_source
 from vramfit.cli.ranks import (
     PerNode,
@@ -204,7 +204,7 @@ def run_command(
         with apart_from_json(json):
             run = run_program(command, replace(where, journal=journal), need=not no_need)
     except KeyboardInterrupt:
-        options.interrupted()
+        raise interrupted() from None
     found, misfit = compare(reference, run)
     verdict = _tell(run, found, outputs)
     if journal is not None:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from vramfit.cli import options
-from vramfit.cli.printing import apart_from_json, check_outputs, print_result, wide_console
+from vramfit.cli.printing import apart_from_json, check_outputs, interrupted, print_result, wide_console
 from vramfit.cli.program import check_source, program_command
 from vramfit.errors import UsageError
 from vramfit.virtual.data_dependent.assume import Assume
@@ -65,7 +65,7 @@ def together_command(
                 time=time,
             )
     except KeyboardInterrupt:
-        raise typer.Exit(130) from None
+        raise interrupted("before all programs had run") from None
     sharing = found.sharing
     print_result(
         json,

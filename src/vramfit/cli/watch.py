@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vramfit.cli import options
-from vramfit.cli.printing import check_outputs
+from vramfit.cli.printing import check_outputs, interrupted
 from vramfit.cli.program import check_source, program_command
 from vramfit.errors import UsageError
 from vramfit.virtual.data_dependent.assume import Assume
@@ -101,8 +101,8 @@ def watch_command(
         opened.pop_all()
     try:
         code = _watch_command(run, look, sinks)
-    except KeyboardInterrupt:  # before the command had begun
-        code = 130
+    except KeyboardInterrupt:
+        raise interrupted() from None
     raise typer.Exit(code)
 
 

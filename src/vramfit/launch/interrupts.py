@@ -28,6 +28,9 @@ from vramfit.launch.starting import start
 INTERRUPTED = 128 + signal.SIGINT
 """Exit code of a program that an interrupt ended, as a shell gives it."""
 
+programs_run: list[str] = []
+"""Programs that this process has run to an end of theirs: an interrupt that comes later is none of a program's."""
+
 _NOTES = "signals"
 """In a job's folder: a byte for each signal that the child got."""
 _SOON, _LOOK = 0.25, 0.01
@@ -39,11 +42,46 @@ _WATCH = 0.1
 
 
 def note_interrupts(folder: Path) -> None:
-    """In the child: note each signal when it arrives. See NOTE [Who was interrupted]."""
+    """In the child: note each signal when it arrives, SIGINT from now on. See NOTE [Who was interrupted]."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_NONBLOCK", 0)
     signal.set_wakeup_fd(os.open(folder / _NOTES, flags, 0o600), warn_on_full_buffer=False)
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=_note_no_longer)
+    if hasattr(signal, "pthread_sigmask"):  # see `_interrupts_held_back`
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+def leave_at_interrupt() -> Callable[[], None]:
+    """In the child: end at once at an interrupt, until what is returned is called: nothing of the program has run.
+
+    A ``KeyboardInterrupt`` would come up inside an import, where torch or a library may turn it into something else.
+    """
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        return lambda: None
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        del number, frame
+        os._exit(INTERRUPTED)
+
+    signal.signal(signal.SIGINT, leave)
+
+    def as_python_does() -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    return as_python_does
+
+
+@contextlib.contextmanager
+def _interrupts_held_back() -> Iterator[None]:
+    """Let a child that is started now get no SIGINT before it notes them: its first imports end in no traceback."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def signals_noted(folder: Path, number: int = signal.SIGINT) -> int:
@@ -126,7 +164,9 @@ def run_child(
         UsageError: the child cannot be started.
     """
     signals.starting = True
-    with start(arguments, **options) as child:
+    with _interrupts_held_back():
+        started = start(arguments, **options)
+    with started as child:
         signals.started(child)
         while True:
             try:

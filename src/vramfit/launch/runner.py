@@ -12,7 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from vramfit.errors import EnvironmentUnfitError, TraceFormatError, VramfitError
-from vramfit.launch.interrupts import INTERRUPTED, Signals, passed_on, run_child, signals_noted
+from vramfit.launch.interrupts import (
+    INTERRUPTED,
+    Signals,
+    passed_on,
+    programs_run,
+    run_child,
+    signals_noted,
+)
 from vramfit.launch.job import Stage, failure_of, stage_of
 from vramfit.launch.limits import Limits
 from vramfit.launch.program_job import PARTIAL, ProgramJob, load_run
@@ -168,10 +175,12 @@ def run_job(
     if (failure := failure_of(folder)) is not None:
         raise failure.error()
     outcome, stage = load_run(folder), stage_of(folder)
-    if outcome is None and signals.interrupted and stage is not Stage.RUNNING:
+    began = stage is Stage.RUNNING and read_status(folder).state is not ChildState.STARTING
+    if outcome is None and signals.interrupted and not began:
         raise KeyboardInterrupt
-    if outcome is None and signals.terminated is not None and stage is not Stage.RUNNING:
+    if outcome is None and signals.terminated is not None and not began:
         raise SystemExit(128 + signals.terminated)
+    programs_run.append(job.command[0])
     return outcome or _recover(job, stage, code, _progress(supervisor, signals, code))
 
 

@@ -102,14 +102,17 @@ def _finalize() -> None:
 
 
 def run_program(command: list[str], stopping: Stopping) -> tuple[int, BaseException | None]:
-    """Run a script or module as ``__main__``; returns its exit code and the exception that ended it, if any."""
+    """Run a script or module as ``__main__``; returns its exit code and the exception that ended it, if any.
+
+    A ``SystemExit`` is one only where it has a message.
+    """
     try:
         if command[0] == "-m":
             _run_module(command[1], command[2:])
         else:
             _run_script(command[0], command[1:])
     except SystemExit as stop:
-        return _exit_code(stop), None
+        return _exit_code(stop), stop if _says_why(stop) else None
     except KeyboardInterrupt as error:
         _print_exception(error)
         return INTERRUPTED, error
@@ -158,6 +161,11 @@ def _innermost_file(error: BaseException) -> str:
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     return trace.tb_frame.f_code.co_filename if trace is not None else ""
+
+
+def _says_why(stop: SystemExit) -> bool:
+    """Whether a program left with a message rather than a number: ``sys.exit("no data")``."""
+    return stop.code is not None and not isinstance(stop.code, int)
 
 
 def _exit_code(stop: SystemExit) -> int:

@@ -228,7 +228,7 @@ class Stopping:
             return True
         if code == 0 or self._own_interrupt or not signals_noted(self._folder):
             return False
-        return error is None or _is_of_interrupt(error)
+        return error is None or isinstance(error, SystemExit) or _is_of_interrupt(error)
 
     def told(self, run: Run) -> Run:
         """The run with what is known of its progress."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from vramfit.errors import UsageError, VramfitError
+from vramfit.failure_line import failure_line
 from vramfit.launch.job import Failure
 from vramfit.workload import Workload
 from vramfit.workload.containers import tensors_in
@@ -114,8 +115,8 @@ def workload_failure(error: Exception, target: str) -> Failure:
 
 
 def brief(error: Exception) -> str:
-    """An error's kind and the first line of its message."""
-    return f"{type(error).__name__}: {_short((str(error).splitlines() or [''])[0])}"
+    """Why a workload failed, in one line that is not too long."""
+    return _short(failure_line(error))
 
 
 def _short(text: str) -> str:

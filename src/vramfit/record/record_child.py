@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from vramfit.errors import UsageError, VramfitError
 from vramfit.launch.host_meter import HostMemoryMeter
-from vramfit.launch.interrupts import note_interrupts
+from vramfit.launch.interrupts import leave_at_interrupt, note_interrupts
 from vramfit.launch.job import Stage
 from vramfit.launch.line_ends import LineEnds
 from vramfit.launch.program_job import PARTIAL
@@ -33,6 +33,7 @@ _NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 def main(job_file: str) -> int:
     """Run the job and return the program's exit code."""
     job = RecordJob.read(job_file)
+    leave_no_longer = leave_at_interrupt()
     note_interrupts(Path(job.folder))
     job.enter(Stage.IMPORTING)
     try:
@@ -41,6 +42,7 @@ def main(job_file: str) -> int:
     except VramfitError as unfit:
         job.fail(unfit)
         return unfit.exit_code
+    leave_no_longer()
     job.enter(Stage.RUNNING)
     stopping = Stopping(Path(job.folder), job.limits)
     host: HostMemoryMeter | None = None

@@ -23,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from vramfit.capture.step_counter import StepCounter
 from vramfit.errors import UsageError
+from vramfit.failure_line import failure_line
 from vramfit.launch.stopping import StepSink
 from vramfit.patching import PatchStack
 from vramfit.runtime.watching.torch_figures import FigureSource
@@ -160,8 +161,8 @@ running: list[Recorder] = []
 
 
 def error_line(error: BaseException | None) -> str | None:
-    """An exception as one line of a run."""
-    return None if error is None else f"{type(error).__name__}: {error}"
+    """Why a run failed, None for one that did not."""
+    return None if error is None else failure_line(error)
 
 
 def release_warnings() -> tuple[RunWarning, ...]:

@@ -11,7 +11,7 @@ from rich.text import Text
 from vramfit.analysis.rank_search import WorldSearch
 from vramfit.report.folding import broken, table
 from vramfit.report.rendering import json_values, printed_as_lines
-from vramfit.report.text import elide_right
+from vramfit.report.text import elide_middle
 from vramfit.units import counted, format_bytes
 
 FIT_RANKS_SCHEMA = "vramfit.fit-ranks/1"
@@ -37,7 +37,7 @@ def _lines(found: WorldSearch, *, width: int) -> Iterator[Text]:
         for one in sorted(found.tries, key=lambda one: one.value)
     ]
     notes = [
-        Text(elide_right(one.failure, _FAILURE)) for one in sorted(found.tries, key=lambda one: one.value)
+        Text(elide_middle(one.failure, _FAILURE)) for one in sorted(found.tries, key=lambda one: one.value)
     ]
     yield from table(heads, rows, width, notes=notes)
 

@@ -22,7 +22,7 @@ from vramfit.plain import to_plain
 from vramfit.report.folding import broken, table
 from vramfit.report.rendering import json_values, printed_as_page, to_json
 from vramfit.report.sections import Sections
-from vramfit.report.text import elide_right, exit_words
+from vramfit.report.text import elide_middle, exit_words
 from vramfit.trace import Category
 from vramfit.units import counted, format_bytes
 
@@ -253,7 +253,7 @@ def world_headline(found: WorldMemory) -> Text:
             f"{where}: rank {worst.rank} is the worst, {beyond} short of {format_bytes(card.total)}{told}",
         )
     if failed is not None:
-        error = elide_right(failed.run.error or exit_words(failed.run.exit_code), _ERROR)
+        error = elide_middle(failed.run.error or exit_words(failed.run.exit_code), _ERROR)
         return Text.assemble(
             ("! the program failed ", "bold red"), f"on rank {failed.rank} of {found.size:,}: {error}"
         )

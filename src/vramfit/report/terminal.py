@@ -19,7 +19,7 @@ from vramfit.report.need_words import bar_words, need_words
 from vramfit.report.rendering import printed_as_page
 from vramfit.report.sections import SIZE, Sections
 from vramfit.report.text import (
-    elide_right,
+    elide_middle,
     ending_words,
     exit_words,
     files_lines,
@@ -88,7 +88,7 @@ class _RunReport(Sections):
     def unused_headline(self, run: Run, verdict: Verdict) -> Iterator[Text]:
         """That a program never used a card, and why that may be."""
         if verdict.outcome is Outcome.FAILED:
-            reason = f": {elide_right(run.error, _ERROR)}" if run.error else ""
+            reason = f": {elide_middle(run.error, _ERROR)}" if run.error else ""
             failed = f" ({exit_words(run.exit_code)}) before it used a card{reason}"
             yield from self.wrapped(Text.assemble(("! the program failed", "bold red"), failed))
             return
@@ -122,7 +122,7 @@ class _RunReport(Sections):
         elif verdict.outcome is Outcome.DOES_NOT_FIT:
             yield from self.does_not_fit(run, verdict, where)
         else:
-            reason = f": {elide_right(run.error, _ERROR)}" if run.error else ""
+            reason = f": {elide_middle(run.error, _ERROR)}" if run.error else ""
             failed = (f" ({exit_words(run.exit_code)}){reason}", "")
             yield from self.wrapped(Text.assemble(("! the program failed", "bold red"), failed))
             used = f"{format_bytes(device.used)} of {format_bytes(device.total)}"

@@ -115,10 +115,13 @@ def elide_left(text: str, width: int) -> str:
     return text if len(text) <= width else "…" + text[len(text) - width + 1 :]
 
 
-def elide_right(text: str, width: int) -> str:
-    """A message in one line, the end cut with a mark where it is longer than ``width`` characters."""
+def elide_middle(text: str, width: int) -> str:
+    """A message in one line, its middle left out where it is longer than ``width``: the end often holds the cause."""
     line = " ".join(text.split())
-    return line if len(line) <= width else f"{line[: width - 1].rstrip()}…"
+    if len(line) <= width:
+        return line
+    head = (width - 1) * 2 // 3
+    return f"{line[:head].rstrip()}…{line[len(line) - (width - 1 - head) :].lstrip()}"
 
 
 def seconds(value: float) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 
 from vramfit.analysis._stability import Limit, LimitReason, Round, RoundOutcome
 from vramfit.errors import UsageError, VramfitError
+from vramfit.failure_line import failure_line
 from vramfit.launch.job import tell
 from vramfit.stress.stress_run import CEILING, CYCLES, StressJob, StressResult, Vary, chosen, cycle_of
 from vramfit.workload import State, Workload, load_workload
@@ -193,11 +194,11 @@ class Stress:
                 self.state = self.workload.start(self.memory.device)
             self.workload.run_step(self.state, sizes)
         except torch.OutOfMemoryError as error:
-            outcome, message = RoundOutcome.OUT_OF_MEMORY, _first_line(error)
+            outcome, message = RoundOutcome.OUT_OF_MEMORY, failure_line(error)
         except VramfitError:
             raise
         except Exception as error:
-            outcome, message = RoundOutcome.REFUSED, _first_line(error)
+            outcome, message = RoundOutcome.REFUSED, failure_line(error)
             if not self.shown:  # a line alone does not say where; of the same at other sizes, one is enough
                 self.shown = True
                 traceback.print_exc()
@@ -295,11 +296,6 @@ def _next(values: tuple[int, ...], value: int) -> int:
 def _middle(values: tuple[int, ...], low: int, high: int) -> int:
     between = [one for one in values if low < one < high]
     return between[len(between) // 2] if between else low
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
 
 
 @contextlib.contextmanager

@@ -30,6 +30,7 @@ from vramfit.arguments import (
 from vramfit.cudnn.asker import AskedCudnn, ask_cudnn, wanted_cudnn
 from vramfit.cudnn.found_library import dotted, of_torch
 from vramfit.errors import EnvironmentUnfitError, VramfitError
+from vramfit.failure_line import failure_line
 from vramfit.files import Protection, Writes, current, make_policy, protect
 from vramfit.files.policy import writes_of
 from vramfit.files.protection import standing
@@ -384,7 +385,7 @@ class VirtualGPU:
             seconds_simulated=machine.clock_us / 1e6,
             seconds_wall=time.perf_counter() - self._started,
             exit_code=0 if error is None else 1,
-            error=None if error is None else f"{type(error).__name__}: {error}",
+            error=None if error is None else failure_line(error),
             program=tuple(sys.argv),
             torch_version=torch.__version__,
             platform=platform_text(),

@@ -16,7 +16,7 @@ from vramfit.errors import VramfitError
 from vramfit.files import protect
 from vramfit.files.protection import stand
 from vramfit.launch.host_meter import HostMemoryMeter
-from vramfit.launch.interrupts import note_interrupts
+from vramfit.launch.interrupts import leave_at_interrupt, note_interrupts
 from vramfit.launch.job import Stage
 from vramfit.launch.line_ends import LineEnds
 from vramfit.launch.offline import refuse_connections
@@ -30,6 +30,7 @@ from vramfit.virtual.virtual_run import VirtualJob
 def main(job_file: str) -> int:
     """Run the job; returns the program's exit code."""
     job = VirtualJob.read(job_file)
+    leave_no_longer = leave_at_interrupt()
     note_interrupts(Path(job.folder))
     job.enter(Stage.IMPORTING)
     ask_early(job.cudnn or NONE, job.gpu)
@@ -65,6 +66,7 @@ def main(job_file: str) -> int:
         return unfit.exit_code
     if job.offline:
         refuse_connections()
+    leave_no_longer()
     job.enter(Stage.RUNNING)
     stopping = Stopping(Path(job.folder), job.limits)
     host: HostMemoryMeter | None = None

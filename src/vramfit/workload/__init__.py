@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from vramfit.errors import UsageError, VramfitError
+from vramfit.failure_line import failure_line
 
 if TYPE_CHECKING:
     import torch
@@ -381,6 +382,4 @@ def own_failure(path: Path, error: BaseException, what: str) -> VramfitError:
     where = f"{path}:{lines[-1]}" if lines else str(path)
     if isinstance(error, SyntaxError) and error.lineno:
         where = f"{path}:{error.lineno}"
-    return VramfitError(
-        f"{where}: {type(error).__name__}: {error}", f"Correct {what}: python {path} shows the same"
-    )
+    return VramfitError(f"{where}: {failure_line(error)}", f"Correct {what}: python {path} shows the same")

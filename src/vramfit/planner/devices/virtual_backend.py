@@ -11,6 +11,7 @@ import torch
 from vramfit.errors import VramfitError
 from vramfit.gpus import GpuSpec
 from vramfit.planner.devices.cost import PeakMeter, StepCost, profile_of, started
+from vramfit.planner.devices.same_start import between_steps, same_start
 from vramfit.planner.step_profiler import StepProfile, StepProfiler
 from vramfit.techniques import Profile
 from vramfit.trace import Run
@@ -63,6 +64,7 @@ class VirtualBackend:
                 if step == STEPS - 1:
                     began[0] = _seconds(gpu)
                 workload.run_step(state, sizes)
+                between_steps()
 
         run, host_bytes, failed = self._run(workload, work, budget)
         outcome = run.devices[0]
@@ -91,6 +93,7 @@ class VirtualBackend:
             setup.append(torch.cuda.max_memory_allocated())
             for _ in range(STEPS - 1):
                 workload.run_step(state, sizes)
+                between_steps()
             profiler = StepProfiler(state.model, places(state.model), _VirtualMeter(gpu))
             with profiler.watching():
                 workload.run_step(state, sizes)
@@ -132,7 +135,11 @@ class VirtualBackend:
         gpu = VirtualGPU(spec, alloc_conf=self._alloc_conf)
         ran: list[tuple[Run, int]] = []
         try:
-            with gpu, started(workload, "cuda", lambda pageable: ran.append((gpu.run, pageable))) as state:
+            with (
+                same_start(),
+                gpu,
+                started(workload, "cuda", lambda pageable: ran.append((gpu.run, pageable))) as state,
+            ):
                 work(gpu, state)
         except torch.OutOfMemoryError as error:
             if ran[0][0].oom is None:

@@ -21,6 +21,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from vramfit.errors import UsageError, VramfitError
+from vramfit.failure_line import failure_line
 from vramfit.runtime.feeding.loader_choices import LoaderTrial, LoaderTrials, recommended
 from vramfit.workload import load_named, own_failure, to_device
 from vramfit.workload.containers import tensors_in
@@ -127,7 +128,7 @@ def _tried(
                         own.message,
                         "Read from it until it fails, for the whole traceback: for _ in loader: pass",
                     ) from error
-                failed[at] = _last_line(error)
+                failed[at] = failure_line(error)
     return [
         replace(choice, error=failed[at]) if at in failed else _summed_up(choice, found[at])
         for at, choice in enumerate(choices)
@@ -272,9 +273,3 @@ def _quietly() -> Iterator[None]:
         warnings.filterwarnings("ignore", message=".*worker processes in total.*")
         warnings.filterwarnings("ignore", message=".*pin_memory.*")
         yield
-
-
-def _last_line(error: BaseException) -> str:
-    """An error of a worker has the text of its traceback: the last line says what it was."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__

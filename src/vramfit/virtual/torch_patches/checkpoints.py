@@ -1,5 +1,7 @@
 """``torch.save``, ``torch.load`` and safetensors: a virtual checkpoint is a file without values, and comes back whole.
 
+Copies and pickles of virtual tensors begin here too; the latter are in pickled.py.
+
 Where a protection stands (vramfit.files), a file is written of the size that it would have, with holes where virtual
 tensors would be, and a token in it leads back to the object, which stays in memory: see NOTE [Tokens]. Where files are
 written for real, such a file would replace a good one of the same name: nothing is written then, and the object is
@@ -13,6 +15,7 @@ import io
 import json
 import os
 import pickle
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +28,7 @@ from vramfit.torch_internals.fake_tensors import FakeTensor
 from vramfit.torch_internals.serialization import package_registry, rebuild_tensor
 from vramfit.virtual.op_runner import OpRunner
 from vramfit.virtual.tensor_subclasses import is_wrapper
+from vramfit.virtual.torch_patches.pickled import VirtualPickles
 from vramfit.virtual.torch_patches.saved_files import (
     OpenedSafetensors,
     TorchFiles,
@@ -40,8 +44,8 @@ from vramfit.virtual.torch_patches.saved_files import (
 _MARK = "checkpoint of a virtual run, without values"
 
 
-class VirtualTensorPicklingError(pickle.PicklingError):
-    """A virtual tensor was met while an object was pickled: it has no values to write."""
+class _VirtualTensorMet(pickle.PicklingError):
+    """A virtual tensor was met while an object was looked through."""
 
 
 class _Probe(pickle.Pickler):
@@ -54,10 +58,14 @@ class _Probe(pickle.Pickler):
 
     def persistent_id(self, obj: Any) -> Any:
         if isinstance(obj, (torch.UntypedStorage, torch.TypedStorage)):
-            storage = obj._untyped_storage if isinstance(obj, torch.TypedStorage) else obj
+            storage = _untyped(obj)
             self.storages.setdefault(storage._cdata, storage)
             return "storage"
         return None
+
+
+def _untyped(storage: Any) -> torch.UntypedStorage:
+    return storage._untyped_storage if isinstance(storage, torch.TypedStorage) else storage
 
 
 class _Sink(io.RawIOBase):
@@ -69,12 +77,23 @@ def install(mode: OpRunner, patches: PatchStack) -> None:
     """Patch ``torch.save``, ``torch.load``, pickling and deep copies of fake tensors, and safetensors."""
     kept: dict[object, Any] = {}
 
+    pickles = VirtualPickles(mode, patches, torch.save, for_real)
+
     def reduce_ex(self: FakeTensor, protocol: Any) -> Any:
         if is_writing():
             return reduced(self, protocol)
-        raise VirtualTensorPicklingError(
-            "vramfit: a tensor of the virtual GPU cannot be pickled: its values were never computed"
-        )
+        if getattr(_looking, "active", False):
+            raise _VirtualTensorMet
+        if self.fake_mode is not mode.fake:  # of torch's compiler, whose own pickler takes care of them
+            raise pickle.PicklingError("a fake tensor of torch's compiler cannot be pickled")
+        return pickles.reduced(self)
+
+    def shallow_copy(self: FakeTensor) -> Any:
+        """As pickling without bytes would give it: another tensor on the same storage."""
+        with torch.no_grad():
+            out = _like(self, self.detach())
+        out.__dict__.update(_attributes(self, out))
+        return out
 
     def deepcopy(self: FakeTensor, memo: dict[int, Any]) -> Any:
         if id(self) in memo:
@@ -88,36 +107,48 @@ def install(mode: OpRunner, patches: PatchStack) -> None:
         memo[id(self)] = out
         if self.grad is not None:
             out.grad = copy.deepcopy(self.grad, memo)
-        out.__dict__.update(
-            {
-                k: copy.deepcopy(v, memo)
-                for k, v in self.__dict__.items()
-                if k not in out.__dict__ and not k.startswith("_fake")
-            }
-        )
+        own = _attributes(self, out).items()
+        out.__dict__.update({name: copy.deepcopy(value, memo) for name, value in own})
         return out
 
     patches.set(FakeTensor, "__reduce_ex__", reduce_ex)
+    patches.supply(FakeTensor, "__copy__", shallow_copy)
     patches.set(FakeTensor, "__deepcopy__", deepcopy)
-    _patch_torch_save(mode, patches, kept)
+    _patch_torch_save(mode, patches, kept, pickles)
     _patch_safetensors(mode, patches, kept)
 
     def _duplicate(tensor: FakeTensor) -> Any:
         with torch.no_grad():
-            out = tensor.detach().clone()
-        if getattr(tensor, "_is_param", False):
-            return torch.nn.Parameter(out, tensor.requires_grad)
-        return out.requires_grad_(tensor.requires_grad)
+            return _like(tensor, tensor.detach().clone())
+
+
+def _like(tensor: FakeTensor, out: torch.Tensor) -> Any:
+    """A tensor as a parameter where another one is, and with its need of a gradient."""
+    if getattr(tensor, "_is_param", False):
+        return torch.nn.Parameter(out, tensor.requires_grad)
+    return out.requires_grad_(tensor.requires_grad)
+
+
+def _attributes(tensor: FakeTensor, out: torch.Tensor) -> dict[str, Any]:
+    """What a program has set on a tensor, and its copy has not."""
+    own = vars(tensor).items()
+    return {name: value for name, value in own if name not in out.__dict__ and not name.startswith("_fake")}
+
+
+_looking = threading.local()
 
 
 def holds_virtual(obj: Any) -> bool:
     """Whether pickling an object would meet a virtual tensor."""
+    _looking.active = True
     try:
         _Probe(_Sink(), protocol=2).dump(obj)
-    except VirtualTensorPicklingError:
+    except _VirtualTensorMet:
         return True
     except (pickle.PicklingError, AttributeError, TypeError):
         return False  # not picklable for another reason: torch.save will say so
+    finally:
+        _looking.active = False
     return False
 
 
@@ -145,9 +176,12 @@ def _name(file: Any) -> object:
     return os.path.abspath(os.fspath(file)) if isinstance(file, (str, os.PathLike)) else None
 
 
-def _patch_torch_save(mode: OpRunner, patches: PatchStack, kept: dict[object, Any]) -> None:
+def _patch_torch_save(
+    mode: OpRunner, patches: PatchStack, kept: dict[object, Any], pickles: VirtualPickles
+) -> None:
     save, load = torch.save, torch.load
     uploads = _Uploads(patches)
+    pickles.patch_building(patches)
     written = TorchFiles(patches, save, _storages)
 
     def virtual_save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
@@ -174,8 +208,12 @@ def _patch_torch_save(mode: OpRunner, patches: PatchStack, kept: dict[object, An
             for found in (_name(f), torch_token(f)):
                 if found is not None and found in kept:
                     return _unpark(mode, kept[found], map_location)
+        if isinstance(f, io.BytesIO) and (storage := pickles.read(f.getbuffer())) is not None:
+            return storage
         with uploads:
-            out = load(f, map_location, *args, **kwargs)
+            out = uploads.kept_for(load(f, map_location, *args, **kwargs))
+        if (storage := pickles.marked(out)) is not None:
+            return storage
         if not (isinstance(out, dict) and out.keys() == {_MARK}):
             return out
         if out[_MARK] not in kept:
@@ -218,6 +256,12 @@ class _Uploads:
         self._wanted.clear()
         self._moved.clear()
 
+    def kept_for(self, out: Any) -> Any:
+        """What was read; a storage alone, as pickles of tensors hold them, remembers where it is to go."""
+        if isinstance(out, (torch.TypedStorage, torch.UntypedStorage)):
+            out._vramfit_device = self._wanted.get(_untyped(out)._cdata)  # type: ignore[union-attr]
+        return out
+
     def _note(self, storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage | None:
         if not location.startswith("cuda"):
             return None
@@ -226,8 +270,8 @@ class _Uploads:
         return storage
 
     def _build(self, storage: Any, offset: int, size: Any, stride: Any) -> torch.Tensor:
-        untyped: torch.UntypedStorage = storage._untyped_storage
-        device = self._wanted.get(untyped._cdata)
+        untyped: torch.UntypedStorage = _untyped(storage)
+        device = self._wanted.get(untyped._cdata) or getattr(storage, "_vramfit_device", None)
         if device is None:
             return self._rebuild(storage, offset, size, stride)
         key = untyped._cdata, storage.dtype

@@ -39,8 +39,8 @@ _DIGITS = 40
 _MAGIC = b"vramfit:"
 _TOKEN_BYTES = len(_MAGIC) + _DIGITS
 _CHUNK = 1 << 20
-_LARGE = 1 << 30
-"""Bytes of a checkpoint that a buffer in memory is filled with; of a larger one it gets a short mark instead."""
+LARGE = 1 << 30
+"""Bytes of virtual tensors that a buffer in memory is filled with; for more of them it gets a short mark instead."""
 
 
 def new_token() -> str:
@@ -128,7 +128,7 @@ class TorchFiles:
             if isinstance(file, (str, os.PathLike)):
                 self._save(obj, file, *args, **options)
                 return _stamp(os.fspath(file))
-            if isinstance(file, io.BytesIO) and sum(one.nbytes() for one in self._storages(obj)) > _LARGE:
+            if isinstance(file, io.BytesIO) and sum(one.nbytes() for one in self._storages(obj)) > LARGE:
                 return None
             with tempfile.TemporaryDirectory(dir=scratch) as folder:
                 # torch calls the archive in a buffer "archive" (inline_container.cc), in a file by the file's name.
