@@ -1,5 +1,7 @@
 """Tables of addresses and sizes that packing and unpacking many tensors takes."""
 
+import importlib
+
 import pytest
 import torch
 
@@ -28,6 +30,23 @@ def test_each_rank_has_its_chunk_padded():
     # 10 rows for 4 ranks: 3 each, 3 x 256 x 4 bytes are 1.5 tiles
     found = extras(aten._chunk_cat.default, ([cuda(10, 256)], 0, 4), {}, cuda(4, 768), context())
     assert found == Extras(before=table_of(2 + 6 + 2))
+
+
+def test_fsdp2_calls_the_same_kernels_by_names_of_its_own():
+    importlib.import_module("torch.distributed.fsdp")
+    gradients, out = [cuda(10, 256), cuda(300)], cuda(4, 843)
+    found = extras(
+        torch.ops.fsdp.chunk_cat.default,
+        (gradients,),
+        {"dim": 0, "num_chunks": 4, "out": out},
+        None,
+        context(),
+    )
+    assert found == Extras(before=table_of(2 + 1 + 6 * 2 + 2))
+    sizes, outputs = [2048, 1024], [cuda(8, 2048), cuda(8, 1024)]
+    call = torch.ops.fsdp.split_with_sizes_copy.default
+    found = extras(call, (cuda(8, 3072), sizes), {"dim": 1, "out": outputs}, None, context("H200"))
+    assert found == split(cuda(8, 3072), sizes, 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])

@@ -1,7 +1,8 @@
 """Packing many tensors into one block and unpacking it, FSDP2's way: the tables of addresses and sizes on the card.
 
 aten/src/ATen/native/cuda/TensorShape.cu: both kernels pack vectors of 64-bit numbers into one tensor (``pack_vecs``),
-one of which has an entry for each block of threads. ``_chunk_cat`` drops it before it makes its output.
+one of which has an entry for each block of threads. ``_chunk_cat`` drops it before it makes its output. FSDP2 calls
+them through operators of its own, which are there once it is imported (_fully_shard/_fsdp_collectives.py).
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def _chunk_cat(call: OpCall, before: Scratch) -> None:
 def _split_copy(call: OpCall, after: Scratch) -> None:
     """``split_with_sizes_copy_out_cuda_contiguous_no_cast``; other types or layouts go another way."""
     whole: torch.Tensor = call.args[0]
-    sizes: Iterable[int] = call.argument(1, "split_sizes")
+    sizes: Iterable[int] = call.args[1]
     outputs: Sequence[torch.Tensor] = call.argument(3, "out")
     dense = is_dense(whole) and all(is_dense(part) and part.dtype == whole.dtype for part in outputs)
     if not dense or not whole.numel():
@@ -75,9 +76,9 @@ def _split_copy(call: OpCall, after: Scratch) -> None:
     after.use(_ENTRY * (blocks + 3 * len(parts) + len(parts) + 1))
 
 
+_PACK, _UNPACK = before_outputs(_chunk_cat), after_outputs(_split_copy)
+
 RULES: dict[OpOverload, Rule] = table(
-    {
-        ("_chunk_cat", "_chunk_cat.out"): before_outputs(_chunk_cat),
-        "split_with_sizes_copy.out": after_outputs(_split_copy),
-    }
+    {("_chunk_cat", "_chunk_cat.out"): _PACK, "split_with_sizes_copy.out": _UNPACK}
 )
+RULES_BY_NAME: dict[str, Rule] = {"fsdp::chunk_cat": _PACK, "fsdp::split_with_sizes_copy": _UNPACK}
