@@ -100,6 +100,8 @@ def test_json(vramfit: Command, tmp_path: Path) -> None:
     assert first["stands_for"] == [{"first": 1, "last": 62, "alike": True, "same_place": False}]
     assert (last["rank"], last["node"], last["stands_for"]) == (63, 7, [])
     assert first["peak"]["reserved_bytes"] == QUICK.devices[0].peak_reserved_bytes
+    assert first["certain"] is True
+    assert first["peak"]["error"] == first["peak"]["reserved_error"] == {"below_bytes": 0, "above_bytes": 0}
     assert sum(first["categories"].values()) == first["peak"]["allocated_bytes"]
     assert first["total_bytes"] == first["peak"]["reserved_bytes"] + first["outside_pytorch_bytes"]
     assert told["hosts"] == [{"first_node": 0, "last_node": 7, "ranks": 8, "pinned_bytes": 0}]

@@ -185,9 +185,10 @@ class GpuSpec:
     def typical_context_bytes(self) -> int:
         """Device memory to expect for a CUDA context, in bytes: as measured, else 50 MiB + 2.67 MiB per SM.
 
-        The rule meets within 8 % the two torch contexts that were measured (RTX 3090: 250 MiB, RTX 6000
+        The rule meets within 8 % two torch contexts that were measured (RTX 3090: 250 MiB, RTX 6000
         Ada: 430 MiB) and what llama.cpp logs show between total and free memory right after start-up
-        (RTX 4090: 392 MiB, RTX 3080: 225, RTX 4070: 161, RTX 5060: 135).
+        (RTX 4090: 392 MiB, RTX 3080: 225, RTX 4070: 161, RTX 5060: 135). It is too low for what an H100 holds
+        at the end of a program with CUDA 13: 767 MiB, and 402 by the rule.
         """
         if self.context_bytes is not None:
             return self.context_bytes

@@ -59,7 +59,7 @@ def _json_values(run: Run, verdict: Verdict, against: Reconciliation | None = No
         "assume": run.assume,
         "profile": _profile(run),
         "cudnn": _cudnn(run),
-        "peak": _peak(decisive),
+        "peak": peak_of(decisive),
         "outside_pytorch_bytes": decisive.context,
         "total_bytes": decisive.total,
         "host_pinned_peak_bytes": run.host_pinned_peak_bytes,
@@ -160,7 +160,8 @@ def _files(run: Run) -> dict[str, Any] | None:
     }
 
 
-def _peak(device: DeviceVerdict) -> dict[str, Any]:
+def peak_of(device: DeviceVerdict) -> dict[str, Any]:
+    """Peaks of a card and their error bars."""
     return {
         "allocated_bytes": device.peak_allocated,
         "reserved_bytes": device.peak_reserved,
@@ -324,7 +325,7 @@ def _device(device: DeviceVerdict) -> dict[str, Any]:
     return {
         "index": device.index,
         "gpu": {"name": device.gpu, "total_bytes": device.total},
-        "peak": _peak(device),
+        "peak": peak_of(device),
         "outside_pytorch_bytes": device.context,
         "headroom_bytes": device.headroom,
         "moment": moment_to_json(device.breakdown.moment),

@@ -20,6 +20,7 @@ from vramfit.analysis.rank_memory import (
 )
 from vramfit.plain import to_plain
 from vramfit.report.folding import broken, table
+from vramfit.report.json_report import peak_of
 from vramfit.report.rendering import json_values, printed_as_page, to_json
 from vramfit.report.sections import Sections
 from vramfit.report.text import elide_middle, exit_words
@@ -356,16 +357,13 @@ def _rank(rank: RankMemory) -> dict[str, Any]:
         ],
         "waited_for": rank.waited_for,
         "fits": rank.verdict.fits,
+        "certain": rank.verdict.certain,
         "outcome": rank.verdict.outcome.name.lower(),
         "exit_code": rank.run.exit_code,
         "error": rank.run.error,
         "total_bytes": rank.needed,
         "outside_pytorch_bytes": card.context,
-        "peak": {
-            "allocated_bytes": card.peak_allocated,
-            "reserved_bytes": card.peak_reserved,
-            "active_bytes": card.peak_active,
-        },
+        "peak": peak_of(card),
         "headroom_bytes": card.headroom,
         "short_by_bytes": rank.verdict.short_by,
         "categories": {

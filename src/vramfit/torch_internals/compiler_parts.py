@@ -6,6 +6,8 @@ from vramfit.torch_internals.names import Feature
 
 DYNAMO = "torch._dynamo"
 
+FAKE_TENSORS = "torch._subclasses.fake_tensor"
+
 GRAPH_TREES = "torch._inductor.cudagraph_trees"
 
 KERNEL_HELPERS = ("torch._inductor.runtime", "torch._inductor.async_compile")

@@ -42,6 +42,7 @@ from vramfit.torch_internals.fake_tensors import (
 )
 from vramfit.torch_internals.kernel_choice import get_cudnn_enabled
 from vramfit.torch_internals.tensor_objects import original_make_subclass
+from vramfit.virtual.lazy_dynamo import borrowed, give_back
 
 # -- Ops that FakeTensorMode cannot describe, or describes wrongly ---------------------------------------------
 
@@ -350,7 +351,7 @@ class Describer:
         if key is None:
             if is_compressed_product(func, args) or (func in MISDESCRIBED and has_sparse(args, kwargs)):
                 raise SparseOperation
-            return self._mode.dispatch(func, (), args, kwargs)
+            return self._dispatched(func, args, kwargs)
         # Whose convolution it is decides the order of its result's dimensions: cuDNN keeps channels last.
         key = (func, key, _has_cudnn()) if func in _CONVOLUTIONS else (func, key)
         known = self._known(func)
@@ -359,12 +360,19 @@ class Describer:
             return self.build(recipe, tensors)
         recipe = self._recipe_at_once(func, args, kwargs, tensors)
         if recipe is None:
-            out = self._mode.dispatch(func, (), args, kwargs)
+            out = self._dispatched(func, args, kwargs)
             recipe = recipe_of(out, tensors)
         else:
             out = self.build(recipe, tensors)
         known.keep(key, recipe)
         return out
+
+    def _dispatched(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            return self._mode.dispatch(func, (), args, kwargs)
+        finally:
+            if borrowed:
+                give_back()
 
     def _recipe_at_once(
         self,
@@ -379,6 +387,8 @@ class Describer:
         if plain is None:
             plain = known[func] = is_plain(func)
         found = described(func, args, kwargs, tensors, self._mode) if plain else None
+        if borrowed:
+            give_back()
         return None if found is None else recipe_of(found[1], tensors, found[0])
 
     def never(self, func: OpOverload) -> bool:

@@ -43,6 +43,7 @@ def main(job_file: str) -> int:
     from vramfit.capture.meter_figures import MeterFigures
     from vramfit.capture.step_counter import count_steps
     from vramfit.virtual.gpu import VirtualGPU
+    from vramfit.virtual.lazy_dynamo import forget_dynamo
     from vramfit.virtual.ranks.one_process import alone
 
     job.enter(Stage.CHECKING)
@@ -94,6 +95,7 @@ def main(job_file: str) -> int:
         steps = count_steps(gpu.meter, stopping, patches)
         stopping.install(save, patches)
         report_as_asked(MeterFigures(gpu.meter, "virtual"))
+        forget_dynamo(patches)
         return run_to_end(command, finish, patches, stopping)
 
 

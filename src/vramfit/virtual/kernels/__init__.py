@@ -1,6 +1,7 @@
 """What CUDA kernels and libraries allocate beyond their outputs: pure functions of arguments, card and torch version.
 
-One module per family of kernels; each that has a table ``RULES`` takes part, there is no list to add it to. Every rule
+One module per family of kernels; each that has a table ``RULES`` takes part, there is no list to add it to; in
+``RULES_BY_NAME`` are operators that Python registers when a program imports them. Every rule
 names the file and function of torch's C++ that it follows; where a closed library decides, the figure is an estimate
 and carries an error bar.
 
@@ -39,8 +40,16 @@ from vramfit.virtual.op_call import KernelContext as KernelContext
 from vramfit.virtual.op_call import OpCall
 
 _RULES: dict[OpOverload, Rule] = {}
+_BY_NAME: dict[str, Rule] = {}
 for _found in pkgutil.iter_modules(__path__):
-    _RULES |= getattr(import_module(f"{__name__}.{_found.name}"), "RULES", {})
+    _module = import_module(f"{__name__}.{_found.name}")
+    _RULES |= getattr(_module, "RULES", {})
+    _BY_NAME |= getattr(_module, "RULES_BY_NAME", {})
+
+
+def _rule_of(func: OpOverload) -> Rule | None:
+    rule = _RULES.get(func)
+    return rule if rule is not None or func.namespace == "aten" else _BY_NAME.get(func.name())
 
 
 def extras(call: OpCall) -> Extras | None:
@@ -51,13 +60,13 @@ def extras(call: OpCall) -> Extras | None:
     profile = call.context.profile
     if profile is not None and (measured := profile.extras(call)) is not None:
         return measured
-    rule = _RULES.get(call.func)
+    rule = _rule_of(call.func)
     return rule(call) if rule is not None else None
 
 
 def has_rule(func: OpOverload) -> bool:
     """Whether an op has a rule."""
-    return func in _RULES
+    return _rule_of(func) is not None
 
 
 def covered() -> frozenset[str]:
