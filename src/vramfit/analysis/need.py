@@ -7,13 +7,15 @@ from dataclasses import dataclass, replace
 
 from vramfit.allocator import AllocatorConfig
 from vramfit.analysis.uncompiled import COMPILED, COMPILED_GRAPHS, RAN_EAGERLY
-from vramfit.trace import CardLimit, Category, EventKind, MemoryTrace, Rehearsal, Run
+from vramfit.trace import CardLimit, Category, Estimate, EventKind, MemoryTrace, Rehearsal, Run
 from vramfit.trace.outcome import GARBAGE_BYTES, GARBAGE_COLLECTED, End
 from vramfit.trace.replay.players import WhatIfPlayer
 from vramfit.units import format_bytes
 
 _REPLAYED = 400_000
 """Events of a whole program up to which it is replayed with another setting: a report is to take seconds."""
+
+_CONVOLUTIONS = "cuDNN chooses the workspaces of convolutions"
 
 _STOPPED = {
     End.TIME: "it was stopped after {seconds:.0f} s",
@@ -146,21 +148,24 @@ def estimate_cause(run: Run, device: int) -> str:
     weights: Counter[tuple[str, str]] = Counter()
     for estimate in run.estimates:
         if estimate.device == device:
-            weights[_cause(run.trace, estimate.row, taken=estimate.taken)] += estimate.below + estimate.above
+            weights[_cause(run.trace, estimate)] += estimate.below + estimate.above
     if not weights:
         return "some sizes are estimated"
     (text, op), _ = weights.most_common(1)[0]
     return f"{text} ({op})" if op else text
 
 
-def _cause(trace: MemoryTrace, row: int, *, taken: bool) -> tuple[str, str]:
+def _cause(trace: MemoryTrace, estimate: Estimate) -> tuple[str, str]:
     """What leaves a request's size open, and its operator where that is not said with it."""
-    if not taken or row >= len(trace) or trace.kind[row] != EventKind.ALLOC:
+    if estimate.choice:  # of cuDNN's algorithms, which decide for several shapes at once
+        return _CONVOLUTIONS, ""
+    row = estimate.row
+    if not estimate.taken or row >= len(trace) or trace.kind[row] != EventKind.ALLOC:
         return "closed libraries choose some workspaces", ""
     number = int(trace.op[row])
     op = trace.ops[number].removeprefix("aten.").split(".")[0] if number >= 0 else ""
     if "convolution" in op:
-        return "cuDNN chooses the workspaces of convolutions", ""
+        return _CONVOLUTIONS, ""
     if trace.category[row] in (Category.WORKSPACES, Category.TEMPORARIES):
         return "a closed library chooses its workspaces", op
     return "data decide some sizes, which are assumed", op

@@ -24,7 +24,10 @@ def need_words(run: Run, verdict: Verdict) -> str:
         return f"{text}."
     if card is None:
         return f"{text}. No card of the catalogue has that."
-    return f"{text}. The smallest card that has it is {card.name} ({format_bytes(card.total_bytes)})."
+    size = format_bytes(card.total_bytes)
+    if need is not None and card.total_bytes < need.most:  # each card is counted with a context of its own
+        size += ", with a smaller CUDA context"
+    return f"{text}. The smallest card that has it is {card.name} ({size})."
 
 
 def bar_words(verdict: Verdict) -> str:

@@ -73,7 +73,10 @@ def _run_aside(command: Sequence[str], options: VirtualRun, first: Run, limit: C
     )
     try:
         return SecondRun(run=virtual_run.run_in_child(command, again), limit=limit)
-    except KeyboardInterrupt:
+    except (
+        KeyboardInterrupt,
+        SystemExit,
+    ):  # before the program began; the first run has its report all the same
         return SecondRun(run=None, limit=limit, why_not="it was interrupted")
     except VramfitError as error:
         return SecondRun(run=None, limit=limit, why_not=error.message)
