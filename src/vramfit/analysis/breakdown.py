@@ -49,6 +49,9 @@ class Breakdown:
         allocated: bytes allocated; the sum of ``categories``, and the total of ``modules``.
         active: allocated, and given back but still awaited by a stream.
         categories: bytes by category; every category is present.
+        requested: bytes that were asked for, by category; what a category has beyond them is slack: sizes are rounded
+            up, and a block of the large pool keeps a rest of up to 1 MiB (c10/cuda/CUDACachingAllocator.cpp,
+            should_split).
         modules: the tree of modules; the root's own bytes belong to no module.
         tensors: groups of like tensors, largest total first.
         tensors_omitted: groups that were left off, and their bytes: (count, bytes).
@@ -60,6 +63,7 @@ class Breakdown:
     allocated: int
     active: int
     categories: Mapping[Category, int]
+    requested: Mapping[Category, int]
     modules: ModuleNode
     tensors: tuple[TensorGroup, ...]
     tensors_omitted: tuple[int, int]
@@ -76,6 +80,10 @@ class Breakdown:
     def reserved(self) -> int:
         """Bytes held from the driver at that moment."""
         return self.fragmentation.reserved
+
+    def slack_of(self, category: Category) -> int:
+        """Bytes of a category's blocks that nobody asked for."""
+        return self.categories[category] - self.requested[category]
 
 
 def peak(
@@ -107,6 +115,8 @@ def at(trace: MemoryTrace, row: int, device: int = 0, *, tensors: int = 100) -> 
     category = timeline.categories[alive]
     by_category = np.zeros(len(Category), dtype=np.int64)
     np.add.at(by_category, category, lives.block[alive])
+    requested = np.zeros_like(by_category)
+    np.add.at(requested, category, lives.size[alive])
     groups = Grouping.of(trace, lives, alive).groups()
     omitted = groups[tensors:]
     return Breakdown(
@@ -115,6 +125,7 @@ def at(trace: MemoryTrace, row: int, device: int = 0, *, tensors: int = 100) -> 
         allocated=int(by_category.sum()),
         active=int(lives.block[lives.active(row)].sum()),
         categories={kind: int(by_category[kind]) for kind in Category},
+        requested={kind: int(requested[kind]) for kind in Category},
         modules=_modules(trace, lives, alive, category),
         tensors=tuple(groups[:tensors]),
         tensors_omitted=(len(omitted), sum(group.total_bytes for group in omitted)),

@@ -67,6 +67,7 @@ def _json_values(run: Run, verdict: Verdict, against: Reconciliation | None = No
         "headroom_bytes": decisive.headroom,
         "moment": moment_to_json(breakdown.moment),
         "categories": _categories(breakdown.categories),
+        "requested_bytes": _categories(breakdown.requested),
         "fragmentation": _fragmentation(breakdown.fragmentation),
         "oom": None if run.oom is None else _oom(run.oom, verdict),
         "smallest_gpu": _smallest(verdict),
@@ -330,5 +331,6 @@ def _device(device: DeviceVerdict) -> dict[str, Any]:
         "headroom_bytes": device.headroom,
         "moment": moment_to_json(device.breakdown.moment),
         "categories": _categories(device.breakdown.categories),
+        "requested_bytes": _categories(device.breakdown.requested),
         "fragmentation": _fragmentation(device.breakdown.fragmentation),
     }

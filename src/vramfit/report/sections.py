@@ -43,6 +43,8 @@ _NAME = 18
 _MODULES, _TENSORS, _PHASES = 12, 8, 6
 _PHASE = 18
 _PHASE_FIGURE = 12
+_SLACK, _SLACK_SHARE = 1 << 20, 0.01
+"""Bytes of slack, and their part of a category, from which they are told: arithmetic adds up without less."""
 SIZE = 10
 """Characters that a number of bytes takes."""
 _EACH = 16
@@ -79,6 +81,13 @@ class Sections:
                 f"  {name:<{column}}{format_bytes(amount):>{SIZE}}{percent(amount, breakdown.allocated):>7}  ",
                 (drawn, STYLES[kind]),
             )
+        slack = [
+            f"{name} {format_bytes(breakdown.slack_of(kind))}"
+            for kind, name in shown
+            if breakdown.slack_of(kind) >= max(_SLACK, breakdown.categories[kind] * _SLACK_SHARE)
+        ]
+        if slack:
+            yield from self.wrapped(Text(f"  of which slack: {', '.join(slack)}"), indent=4)
 
     def describe(self, moment: Moment) -> str:
         """A moment in words, beginning with a comma."""

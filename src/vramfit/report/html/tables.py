@@ -248,10 +248,15 @@ def _tensors(found: Breakdown, root: Path | None) -> Html:
 
 def _categories(found: Breakdown) -> Html:
     rows = (
-        (name, format_bytes(found.categories[kind]), percent(found.categories[kind], found.allocated))
+        (
+            name,
+            format_bytes(found.categories[kind]),
+            percent(found.categories[kind], found.allocated),
+            format_bytes(found.slack_of(kind)),
+        )
         for kind, name in NAMES.items()
     )
-    return table(("category", "bytes", "share"), rows, numbers=(1, 2))
+    return table(("category", "bytes", "share", "of which slack"), rows, numbers=(1, 2, 3))
 
 
 def _modules(found: Breakdown) -> Html:
