@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from vramfit.record.naming import is_a, local_names, location
+from vramfit.holders.naming import is_a, local_names, location
 from vramfit.torch_internals.autograd_engine import FunctionBase, SavedTensor, TensorBase
 from vramfit.torch_internals.dispatch import DisableTorchFunction
 

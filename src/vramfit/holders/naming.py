@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from vramfit.record.chains import Link, Through
+from vramfit.holders.chains import Link, Through
 from vramfit.torch_internals.autograd_engine import TensorBase
 from vramfit.torch_internals.dispatch import DisableTorchFunction
 
