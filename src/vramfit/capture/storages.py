@@ -28,6 +28,7 @@ from vramfit.gpus import GpuSpec
 from vramfit.trace import Category, EventKind, Frame, OomReport, StillToCome, TraceBuilder
 from vramfit.trace.frames import user_frame
 
+_STRIDED = torch.strided
 _KIND = {kind: EventKind[kind.name] for kind in AllocatorEventKind}
 
 SHARED_OUT = frozenset({Category.COMMUNICATION_BUFFERS, Category.UNSHARDED_PARAMETERS, Category.PREFETCH})
@@ -39,7 +40,7 @@ _RETURNING = SHARED_OUT | {Category.PARAMETERS}
 class StorageRecord(weakref.ref[torch.UntypedStorage]):
     """What is known of one storage. The weak reference itself is called when the storage dies."""
 
-    __slots__ = ("address", "category", "device", "graph", "key", "module", "nbytes", "phase", "row")
+    __slots__ = ("address", "category", "device", "graph", "key", "module", "nbytes", "phase", "row", "used")
 
     key: int
     device: int
@@ -50,6 +51,7 @@ class StorageRecord(weakref.ref[torch.UntypedStorage]):
     category: int
     graph: bool
     module: str | None
+    used: int  # the pass of the program in which an op last had it, see `StorageMeter.passes`
 
 
 RecordT = TypeVar("RecordT", bound=StorageRecord)
@@ -125,7 +127,12 @@ class StorageMeter(Generic[RecordT]):
         oom: the last request that did not fit.
         lock: held while the allocators and the trace change.
         category: of what is allocated now, where it does not follow from the phase.
+        passes: outermost calls of modules so far; counted by who wants to know what was used when (`KeptMemory`).
+        follows_use: whether ops are to note what they use.
+        on_oom: called where a request has failed, before the program hears of it.
     """
+
+    follows_use = False
 
     def __init__(self, machine: MeteredMachine, builder: TraceBuilder) -> None:
         self.machine = machine
@@ -137,6 +144,8 @@ class StorageMeter(Generic[RecordT]):
         self.oom: OomReport | None = None
         self.lock = threading.RLock()
         self.category: Category | None = None
+        self.passes = 0
+        self.on_oom: Callable[[], object] | None = None
         self._records: dict[int, RecordT] = {}
         self._dead: deque[RecordT] = deque()
         self._backward_stack: tuple[int, ...] | None = None
@@ -157,6 +166,19 @@ class StorageMeter(Generic[RecordT]):
         """The record of a storage, None when it is not followed."""
         self.collect()  # a new storage may lie where a dead one lay
         return self._records.get(storage._cdata)
+
+    def use(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Note that an op works on these tensors."""
+        records, now = self._records, self.passes
+        for tensor in tensors:
+            if tensor.layout is _STRIDED and (record := records.get(tensor.untyped_storage()._cdata)):
+                record.used = now
+
+    def records(self) -> list[RecordT]:
+        """The records of all storages that hold memory now."""
+        self.collect()
+        with self.lock:
+            return [record for record in self._records.values() if record.row >= 0 and record.address]
 
     def collect(self) -> None:
         """Return the blocks of all storages that have died since the last call."""
@@ -434,6 +456,8 @@ class StorageMeter(Generic[RecordT]):
             to_come=self._still_to_come(device),
         )
         self.machine.notify_oom(device, nbytes, card.allocator.allocated_bytes, card.driver.free_bytes)
+        if self.on_oom is not None:
+            self.on_oom()
 
     def _still_to_come(self, device: int) -> StillToCome:
         def here(tensor: torch.Tensor) -> bool:

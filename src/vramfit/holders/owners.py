@@ -135,7 +135,7 @@ class OwnerSearch:
         while self.next and len(self.chains) < self.limit:
             self.level, self.next = self.next, []
             self.followed += len(self.level)
-            if self.followed > _MOST_OBJECTS or time.monotonic() > self.heap.deadline:
+            if self.followed > _MOST_OBJECTS or time.thread_time() > self.heap.deadline:
                 self.complete = False
                 break
             self._expand()
@@ -155,7 +155,7 @@ class OwnerSearch:
         for start in range(0, len(asked), _BATCH):
             if len(self.chains) >= self.limit:
                 return
-            if time.monotonic() > self.heap.deadline:
+            if time.thread_time() > self.heap.deadline:
                 self.complete = False
                 return
             wanted = asked[start : start + _BATCH]
@@ -178,7 +178,7 @@ class OwnerSearch:
             return
         self._looked_for_arrays = True
         for holder in gc.get_objects():
-            if time.monotonic() > self.heap.deadline:
+            if time.thread_time() > self.heap.deadline:
                 self.complete = False
                 break
             for held in gc.get_referents(holder):

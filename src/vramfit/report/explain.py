@@ -8,8 +8,9 @@ from typing import Any
 
 from rich.text import Text
 
-from vramfit.analysis import NAMES, LeakReport, LocalPeak, Outcome, Removal, TensorGroup, Verdict
+from vramfit.analysis import NAMES, LeakReport, LocalPeak, Outcome, Removal, TensorGroup, Verdict, held
 from vramfit.report.folding import NARROW, folded
+from vramfit.report.held import held_lines
 from vramfit.report.json_report import group_to_json, moment_to_json
 from vramfit.report.leaks import LeakLines
 from vramfit.report.rendering import json_values, printed_as_page, to_json
@@ -55,6 +56,7 @@ class _ExplainReport(Sections):
         yield from self.categories(device.breakdown, "When it ran out" if ended else "At the peak")
         yield from self.modules(device.breakdown)
         yield from self.tensors(device.breakdown)
+        yield from held_lines(self, held(found.run.trace, device.index))
         yield from self.phases(found.run.trace, device.index)
         yield from self.peaks(found.peaks)
         if found.leaks is not None:

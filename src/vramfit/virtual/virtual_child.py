@@ -37,6 +37,7 @@ def main(job_file: str) -> int:
     except VramfitError as unfit:
         job.fail(unfit)
         return unfit.exit_code
+    from vramfit.capture.kept_memory import watch_kept
     from vramfit.capture.meter_figures import MeterFigures
     from vramfit.capture.step_counter import count_steps
     from vramfit.virtual.gpu import VirtualGPU
@@ -70,11 +71,13 @@ def main(job_file: str) -> int:
 
     def save(code: int) -> None:
         steps.close()
+        kept.note()
         seen = None if host is None else host.stop()
         job.save(replace(stopping.told(gpu.run), files=protection.changes(), host=seen), exit_code=code)
         job.enter(Stage.DONE)
 
     def finish(code: int, error: BaseException | None) -> None:
+        kept.end(error)
         gpu.__exit__(type(error) if error else None, error, None)
         save(code)
 
@@ -82,6 +85,7 @@ def main(job_file: str) -> int:
     with PatchStack() as patches:
         watch_processes(lambda: gpu.mode.machine.warn(*OTHER_PROCESSES, location=location()), patches)
         steps = count_steps(gpu.meter, stopping, patches)
+        kept = watch_kept(gpu.meter, patches)
         stopping.install(save, patches)
         report_as_asked(MeterFigures(gpu.meter, "virtual"))
         return run_to_end(command, finish, patches, stopping)
