@@ -12,7 +12,7 @@ from vramfit.analysis.breakdown import last_oom_row
 from vramfit.analysis.device_timeline import DeviceTimeline
 from vramfit.analysis.groups import Grouping
 from vramfit.analysis.held_remedies import remedy
-from vramfit.trace import Frame, MemoryTrace
+from vramfit.trace import Frame, MemoryTrace, Source
 from vramfit.trace.holder_notes import Beyond, HolderNote, holder_notes, least_bytes
 
 _AT_THE_PEAK = 0.98
@@ -108,7 +108,11 @@ def _report(trace: MemoryTrace, timeline: DeviceTimeline, note: HolderNote, leas
         end_bytes=end,
         line=largest.line,
         op=largest.op,
-        remedy=remedy(note, _is_loaded(trace, lives, alive)),
+        remedy=remedy(
+            note,
+            loaded=_is_loaded(trace, lives, alive),
+            on_card=trace.meta.get("source") != Source.CPU.value,
+        ),
     )
 
 

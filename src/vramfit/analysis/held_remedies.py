@@ -17,13 +17,20 @@ _GLOBAL, _LOCAL, _CLASS = "global", "local", "class attribute"
 _NEVER_FREED = "reference cycle through the autograd graph"
 
 
-def remedy(note: HolderNote, loaded: bool = False) -> str:
+def remedy(note: HolderNote, *, loaded: bool = False, on_card: bool = True) -> str:
     """What would free what a note is about.
 
     Args:
         note: of the holder.
         loaded: ``torch.load`` made it.
+        on_card: the memory is a card's, so that the host's could have it instead.
     """
+    told = _remedy(note, loaded)
+    first, _, other = told.partition(", or ")
+    return told if on_card or "cpu" not in other.lower() else first
+
+
+def _remedy(note: HolderNote, loaded: bool) -> str:
     if note.reason is Beyond.CYCLE:
         if note.root == _NEVER_FREED:
             return (
@@ -60,7 +67,9 @@ def _of_model(note: HolderNote) -> str:
     """What frees the parameters of a model that is gone or has given way to another, and its optimizer's state."""
     first, *rest = note.name.split(".")
     if note.kind in _SEQUENCES | _MAPPINGS:
-        return f"keep models in {note.name} on the CPU (model.cpu()), or save their state_dict() to a file"
+        return (
+            f"save the state_dict() of models in {note.name} and drop them, or keep them there as model.cpu()"
+        )
     if note.kind.startswith("torch.optim") and rest:
         return f"del {first}, which keeps the optimizer, together with the model and the optimizer"
     return f"del {first} together with the model"

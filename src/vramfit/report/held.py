@@ -14,7 +14,7 @@ from vramfit.trace.holder_notes import Beyond
 from vramfit.units import counted, format_bytes
 
 TITLE = "Held beyond its use"
-_SHOWN = 4
+_SHOWN = 3
 _MOMENTS = {HeldAt.PEAK: "at the peak", HeldAt.RAN_OUT: "when it ran out", HeldAt.END: "at the program's end"}
 _REASONS = {
     Beyond.UNUSED: "no longer used",
