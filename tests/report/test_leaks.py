@@ -8,7 +8,7 @@ import pytest
 from tests.analysis.synthetic import MODEL, TORCH_LINEAR, TRAIN, TRAINER, Recorder
 
 from vramfit.analysis import LeakReport, LeakVerdict, Release, leaks
-from vramfit.record.chains import Link, OwnerChain, Root, Through
+from vramfit.holders.chains import Link, OwnerChain, Root, Through
 from vramfit.report import render
 from vramfit.trace import Category, Frame
 

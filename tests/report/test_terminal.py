@@ -10,6 +10,7 @@ from analysis.synthetic import (
     TRAIN,
     Recorder,
     fitting_run,
+    gpt_training,
     needing,
     no_room_run,
     oom_run,
@@ -18,10 +19,12 @@ from analysis.synthetic import (
 )
 from report.golden_files import check_golden
 from vramfit.analysis import verdict
+from vramfit.holders.chains import Root, Through
 from vramfit.report import print_report, render, render_html, to_json
 from vramfit.report.html.page import run_summary
 from vramfit.report.terminal import headline
 from vramfit.trace import Category, Frame, Run, RunWarning, SecondRun
+from vramfit.trace.holder_notes import HOLDERS, Beyond, HolderNote, notes_text, spans
 from vramfit.trace.outcome import CudnnNote, End, Progress, Unit
 from vramfit.units import GIB, MIB
 
@@ -82,6 +85,48 @@ def crowded_out() -> Run:
     return replace(run, exit_code=1, oom=replace(known, user_line=line, op="aten.a_long_operator.default"))
 
 
+def held_run() -> Run:
+    """A checkpoint and a running loss that stay, each found by the name that has it."""
+    recorder = Recorder()
+    gpt_training(recorder, iterations=1)
+    load = Frame("/venv/lib/python3.11/site-packages/torch/serialization.py", 1500, "load")
+    rows = []
+    for stack in ((load, Frame(TRAIN, 24, "main")), (Frame(TRAIN, 44, "evaluate"), Frame(TRAIN, 50, "main"))):
+        for _ in range(3):
+            recorder.alloc(
+                "float32[4096]", GIB, Category.TEMPORARIES, op="aten._to_copy.default", stack=stack
+            )
+            rows.append(len(recorder.builder) - 1)
+    notes = (
+        HolderNote(
+            name="checkpoint",
+            where="train",
+            root=Root.GLOBAL.value,
+            through=(),
+            chain="train.checkpoint['model']",
+            kind="dict",
+            elements=0,
+            reason=Beyond.UNUSED,
+            device=0,
+            rows=spans({row: row for row in rows[:3]}),
+        ),
+        HolderNote(
+            name="total",
+            where="evaluate() (train.py:44)",
+            root=Root.LOCAL.value,
+            through=(Through.AUTOGRAD.value,),
+            chain="evaluate() (train.py:44) local total -> grad_fn AddBackward0 saved other",
+            kind="torch.Tensor",
+            elements=1,
+            reason=Beyond.GRAPH,
+            device=0,
+            rows=spans({row: row for row in rows[3:]}),
+        ),
+    )
+    trace = recorder.finish()
+    return virtual_run(replace(trace, meta={**trace.meta, HOLDERS: notes_text(notes)}))
+
+
 RUNS = {
     "needs": needing,
     "needs-garbage": lambda: needing(garbage=True),
@@ -95,6 +140,7 @@ RUNS = {
     "no-room-unasked": lambda: no_room_run(asked=False),
     "caught": lambda: oom_run(handled=True, exit_code=0),
     "failed": lambda: replace(fitting_run(), exit_code=1, error="ValueError: no such data set", warnings=()),
+    "held": held_run,
     "two-cards": two_cards,
     "nothing": nothing_allocated,
     "unused": never_used,
@@ -122,6 +168,19 @@ def test_a_report_keeps_to_the_width_and_to_sixty_lines(make: object, width: int
     assert len(lines) <= (60 if width >= 80 else 70)
     assert max(len(line) for line in lines) <= width
     assert all(line == line.rstrip() for line in lines)
+
+
+def test_what_is_held_is_on_the_page_and_in_the_json() -> None:
+    run = held_run()
+    page = render_html(run, verdict(run, cards=()), root=ROOT)
+    assert "<h3>Held beyond its use</h3>" in page
+    assert "checkpoint, a global of train" in page
+    first, second = to_json(run, verdict(run, cards=()))["held"]
+    assert (first["name"], first["reason"], first["moment"]) == ("checkpoint", "unused", "peak")
+    assert (first["bytes"], first["count"], first["end_bytes"]) == (3 * GIB, 3, 3 * GIB)
+    assert first["line"] == {"file": TRAIN, "line": 24, "function": "main"}
+    assert second["remedy"] == "torch.no_grad() in evaluate(), or add loss.item() to total"
+    assert second["through"] == ["autograd graph"]
 
 
 def test_the_verdict_comes_first() -> None:

@@ -36,7 +36,7 @@ from vramfit.trace import Category, EventKind, Frame, MemoryTrace
 from vramfit.units import counted, format_bytes
 
 if TYPE_CHECKING:
-    from vramfit.record.chains import OwnerChain
+    from vramfit.holders.chains import OwnerChain
 
 
 class LeakVerdict(Enum):

@@ -22,7 +22,7 @@ from vramfit.trace.device_events import marks
 
 if TYPE_CHECKING:
     from vramfit.capture.storages import StorageMeter
-    from vramfit.record.heap import Heap
+    from vramfit.holders.heap import Heap
 
 LEAST_ROUNDS = 5
 """Fewest rounds after the warm-up that distinguish growth from chance: six levels, of which 1/6! is below 0.5 %."""
@@ -199,8 +199,8 @@ def _with_owners(
     found: LeakReport, trace: MemoryTrace, meter: _Metering, limit: int, seconds: float
 ) -> LeakReport:
     """Ask the process who holds samples of what grows, then collect the garbage and see what goes."""
-    from vramfit.record.heap import Heap
-    from vramfit.record.owners import owners_in
+    from vramfit.holders.heap import Heap
+    from vramfit.holders.owners import owners_in
 
     asked: list[GrowingStack] = []
     with Heap.now(seconds) as heap:

@@ -232,6 +232,10 @@ class ModuleStack:
         stack = self.running_here()
         return stack[0].module if stack else None
 
+    def known(self) -> list[nn.Module]:
+        """All modules that are alive and have their paths."""
+        return list(self._paths)
+
     def knows(self, module: nn.Module) -> bool:
         """Whether a module has its path already."""
         return module in self._paths
@@ -287,6 +291,8 @@ class PhaseTracker:
         self.step = 0
         self.before: Callable[[ProgramPhase], object] | None = None
         """Called with each phase that is about to begin, the same as now included."""
+        self.after: Callable[[ProgramPhase], object] | None = None
+        """Called with each phase that has begun, again where it goes on with another outermost call of a module."""
         self.index = builder.phase(ProgramPhase.SETUP.value)
         self._stepped = False
         self._closed = False  # the step had passes of a closure
@@ -299,10 +305,16 @@ class PhaseTracker:
             self.step += 1
             self._stepped = self._closed = False
         elif phase is self.phase:
+            self._tell(phase)
             return
         if phase is ProgramPhase.OPTIMIZER:
             self._stepped = True
         self._enter(phase)
+        self._tell(phase)
+
+    def _tell(self, phase: ProgramPhase) -> None:
+        if self.after is not None:
+            self.after(phase)
 
     def resume(self, phase: ProgramPhase) -> None:
         """Go back to a phase that another interrupted, as steps inside a backward pass do; no new step begins."""

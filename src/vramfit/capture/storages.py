@@ -29,6 +29,7 @@ from vramfit.gpus import GpuSpec
 from vramfit.trace import Category, DeadMemory, EventKind, Frame, OomReport, StillToCome, TraceBuilder
 from vramfit.trace.frames import user_frame
 
+_STRIDED = torch.strided
 _KIND = {kind: EventKind[kind.name] for kind in AllocatorEventKind}
 
 SHARED_OUT = frozenset({Category.COMMUNICATION_BUFFERS, Category.UNSHARDED_PARAMETERS, Category.PREFETCH})
@@ -40,7 +41,7 @@ _RETURNING = SHARED_OUT | {Category.PARAMETERS}
 class StorageRecord(weakref.ref[torch.UntypedStorage]):
     """What is known of one storage. The weak reference itself is called when the storage dies."""
 
-    __slots__ = ("address", "category", "device", "graph", "key", "module", "nbytes", "phase", "row")
+    __slots__ = ("address", "category", "device", "graph", "key", "module", "nbytes", "phase", "row", "used")
 
     key: int
     device: int
@@ -51,6 +52,7 @@ class StorageRecord(weakref.ref[torch.UntypedStorage]):
     category: int
     graph: bool
     module: str | None
+    used: int  # the pass of the program in which an op last had it, see `StorageMeter.passes`
 
 
 RecordT = TypeVar("RecordT", bound=StorageRecord)
@@ -127,7 +129,12 @@ class StorageMeter(Generic[RecordT]):
         lock: held while the allocators and the trace change.
         category: of what is allocated now, where it does not follow from the phase.
         dead_search: finds what only reference cycles hold where a request fails.
+        passes: outermost calls of modules so far; counted by who wants to know what was used when (`KeptMemory`).
+        follows_use: whether ops are to note what they use.
+        on_oom: called where a request has failed, before the program hears of it.
     """
+
+    follows_use = False
 
     def __init__(self, machine: MeteredMachine, builder: TraceBuilder) -> None:
         self.machine = machine
@@ -140,6 +147,8 @@ class StorageMeter(Generic[RecordT]):
         self.lock = threading.RLock()
         self.category: Category | None = None
         self.dead_search = DeadSearch()
+        self.passes = 0
+        self.on_oom: Callable[[], object] | None = None
         self._records: dict[int, RecordT] = {}
         self._dead: deque[RecordT] = deque()
         self._backward_stack: tuple[int, ...] | None = None
@@ -160,6 +169,19 @@ class StorageMeter(Generic[RecordT]):
         """The record of a storage, None when it is not followed."""
         self.collect()  # a new storage may lie where a dead one lay
         return self._records.get(storage._cdata)
+
+    def use(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Note that an op works on these tensors."""
+        records, now = self._records, self.passes
+        for tensor in tensors:
+            if tensor.layout is _STRIDED and (record := records.get(tensor.untyped_storage()._cdata)):
+                record.used = now
+
+    def records(self) -> list[RecordT]:
+        """The records of all storages that hold memory now."""
+        self.collect()
+        with self.lock:
+            return [record for record in self._records.values() if record.row >= 0 and record.address]
 
     def collect(self) -> None:
         """Return the blocks of all storages that have died since the last call."""
@@ -446,6 +468,8 @@ class StorageMeter(Generic[RecordT]):
             dead=self._dead_memory(device),
         )
         self.machine.notify_oom(device, nbytes, card.allocator.allocated_bytes, card.driver.free_bytes)
+        if self.on_oom is not None:
+            self.on_oom()
 
     def _dead_memory(self, device: int) -> DeadMemory | None:
         """What only reference cycles hold on a device; None where it takes too long to see."""

@@ -1,1 +1,1 @@
-"""Recording real memory: who allocates it, and who holds it."""
+"""Recording real memory: what is allocated, by whom and when."""

@@ -16,6 +16,7 @@ from torch import nn
 from vramfit.allocator import parse_torch_version
 from vramfit.capture import communication_buffers, gathered_parameters
 from vramfit.capture.attribution import ProgramPhase
+from vramfit.capture.kept_memory import KeptMemory, watch_kept
 from vramfit.capture.meter_figures import MeterFigures
 from vramfit.capture.step_counter import StepCounter, count_steps
 from vramfit.errors import EnvironmentUnfitError, UsageError
@@ -194,6 +195,10 @@ class CpuRecorder(Recorder):
     def count_steps(self, stopping: StepSink, patches: PatchStack) -> StepCounter:
         """Count the program's steps."""
         return count_steps(self.meter, stopping, patches)
+
+    def watch_kept(self, patches: PatchStack) -> KeptMemory:
+        """Watch for memory that the program holds beyond its use."""
+        return watch_kept(self.meter, patches)
 
     def mark(self, tag: str) -> None:
         """Put a named point in time into the trace."""

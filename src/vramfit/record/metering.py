@@ -127,6 +127,7 @@ class CpuMeter(StorageMeter[StorageRecord]):
             record.device = 0
             record.nbytes = storage.nbytes()
             record.graph = torch.is_grad_enabled()
+            record.used = self.passes
             record.module = None
             record.address = 0  # where it finds no place, its storage may still die before it
             self._place(record, op, category, tensor)
@@ -373,6 +374,8 @@ class MeterMode(TorchDispatchMode):
         self.tick()
         meter.ops += 1
         category = self._before(args, kwargs)
+        if meter.follows_use and not self._ops[func].view:
+            meter.use(_strided(args))
         out = func(*args, **kwargs)
         if leaves is not Leaves.NOTHING or "out" in kwargs:
             self._adopt_all(out, self._ops[func].overload, category)

@@ -58,6 +58,8 @@ def main(job_file: str) -> int:
 
     def save(code: int, run: Run | None = None) -> None:
         steps.close()
+        if kept is not None:
+            kept.note()
         run = recorder.run() if run is None else run
         if started:
             warning, text = OTHER_PROCESSES
@@ -71,12 +73,15 @@ def main(job_file: str) -> int:
             line_ends.end()
 
     def finish(code: int, error: BaseException | None) -> None:
+        if kept is not None:
+            kept.end(error)
         save(code, recorder.stop(error))
 
     with PatchStack() as patches:
         line_ends = LineEnds(patches)
         watch_processes(count_processes, patches)
         steps = recorder.count_steps(stopping, patches)
+        kept = recorder.watch_kept(patches)
         stopping.install(save, patches)
         report_as_asked(recorder.watched_figures())
         return run_to_end(job.command, finish, patches, stopping)

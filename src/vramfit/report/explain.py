@@ -18,9 +18,11 @@ from vramfit.analysis import (
     TensorGroup,
     Verdict,
     given_back_by_empty_cache,
+    held,
 )
 from vramfit.report.folding import NARROW, folded
 from vramfit.report.fragmentation import pool_to_json
+from vramfit.report.held import held_lines
 from vramfit.report.json_report import group_to_json, moment_to_json
 from vramfit.report.leaks import LeakLines
 from vramfit.report.rendering import json_values, printed_as_page, to_json
@@ -75,6 +77,7 @@ class _ExplainReport(Sections):
         yield from self.categories(device.breakdown, "When dumped" if found.is_state else when)
         yield from self.modules(device.breakdown)
         yield from self.tensors(device.breakdown)
+        yield from held_lines(self, held(found.run.trace, device.index))
         yield from self.phases(found.run.trace, device.index)
         yield from self.peaks(found.peaks)
         if found.leaks is not None:

@@ -9,12 +9,14 @@ from vramfit.analysis import (
     NO_CARD,
     DeviceVerdict,
     Fragmentation,
+    Held,
     ModuleNode,
     Moment,
     Reconciliation,
     TensorGroup,
     Verdict,
     growth,
+    held,
     hints,
     phases,
 )
@@ -81,6 +83,7 @@ def _json_values(run: Run, verdict: Verdict, against: Reconciliation | None = No
         "modules": _modules(breakdown.modules),
         "tensors": [group_to_json(group) for group in breakdown.tensors],
         "tensors_omitted": {"groups": breakdown.tensors_omitted[0], "bytes": breakdown.tensors_omitted[1]},
+        "held": [held_to_json(one) for one in held(run.trace, decisive.index)],
         **_phases(run, verdict),
         "devices": [_device(device) for device in verdict.devices if device.index != NO_CARD],
         "against": None if against is None else to_json(against),
@@ -292,6 +295,25 @@ def group_to_json(group: TensorGroup) -> dict[str, Any]:
         "block_bytes": group.block_bytes,
         "count": group.count,
         "total_bytes": group.total_bytes,
+    }
+
+
+def held_to_json(held: Held) -> dict[str, Any]:
+    """A holder as an entry of ``held[]`` in docs/json.md."""
+    return {
+        "name": held.name,
+        "where": held.where or None,
+        "root": held.root,
+        "through": list(held.through),
+        "chain": held.chain,
+        "reason": held.reason.value,
+        "moment": held.moment.value,
+        "bytes": held.bytes,
+        "count": held.count,
+        "end_bytes": held.end_bytes,
+        "line": frame_to_json(held.line),
+        "op": held.op or None,
+        "remedy": held.remedy,
     }
 
 

@@ -18,7 +18,7 @@ from vramfit.analysis import (
     StepSource,
     short_location,
 )
-from vramfit.record.chains import Root
+from vramfit.holders.chains import Root
 from vramfit.report.folding import NARROW
 from vramfit.report.json_report import frame_to_json
 from vramfit.report.rendering import json_values, printed_as_page

@@ -20,6 +20,7 @@ from vramfit.analysis import (
     summarise,
 )
 from vramfit.report.folding import NARROW, broken
+from vramfit.report.telling_lines import with_telling_places
 from vramfit.report.text import bar, each_of_sizes, elide_left, percent, short_op, tree_lines
 from vramfit.trace import Category, Frame, MemoryTrace
 from vramfit.units import format_bytes
@@ -49,6 +50,8 @@ SIZE = 10
 """Characters that a number of bytes takes."""
 _EACH = 16
 """Columns of the number of blocks and the size of one."""
+_LEAST_PLACE = 16
+"""Columns of a module or a library's line that are kept, beside an operator."""
 _LEAST_OP = 6
 """Columns below which an operator's name is unreadable."""
 
@@ -137,7 +140,7 @@ class Sections:
     def tensors(self, breakdown: Breakdown) -> Iterator[Text]:
         """The largest groups of tensors with op and line."""
         wide = self.width >= 110
-        alike = _joined(breakdown.tensors, by_library=wide)
+        alike = _joined(with_telling_places(breakdown.tensors), by_library=wide)
         groups = alike[:_TENSORS]
         if not groups:
             return
@@ -163,9 +166,15 @@ class Sections:
         lines = [self.tensor_location(group, room, wide=wide) for group in groups]
         tensor = min(tensor, room // 2)
         if tensor + operation + max(map(len, lines)) > room:
-            # An elided line keeps the file's name behind the sign of what is missing.
-            operation = min(operation, room - tensor - max(len(Path(line).name) + 1 for line in lines))
-            if operation < _LEAST_OP:
+            # An elided line of the user's keeps the file's name behind the sign of what is missing; the end of a
+            # module's path, or of a library's line, tells less than the operator.
+            least = (
+                _least_width(line) if group.line else _LEAST_PLACE
+                for line, group in zip(lines, groups, strict=True)
+                if line
+            )
+            longest, operation = operation, min(operation, room - tensor - max(least, default=0))
+            if operation < min(_LEAST_OP, longest):
                 return tensor, 0, room - tensor
         return tensor, operation, room - tensor - operation
 
@@ -264,6 +273,11 @@ class Sections:
     def at_line(self, frame: Frame | None) -> str:
         """The same with a preposition; empty where the line is unknown."""
         return f" at {self.location(frame)}" if frame else ""
+
+
+def _least_width(line: str) -> int:
+    """Characters that a line needs behind the sign of what is missing: the file's name."""
+    return 1 + len(Path(line).name)
 
 
 def _tensor(group: TensorGroup) -> str:

@@ -13,8 +13,10 @@ from vramfit.analysis import (
     DeviceVerdict,
     Outcome,
     Verdict,
+    held,
     hints,
 )
+from vramfit.report.held import held_lines
 from vramfit.report.need_words import bar_words, need_words
 from vramfit.report.rendering import printed_as_page
 from vramfit.report.sections import SIZE, Sections
@@ -107,6 +109,7 @@ class _RunReport(Sections):
             yield from self.categories(device.breakdown, when)
             yield from self.modules(device.breakdown)
             yield from self.tensors(device.breakdown)
+            yield from held_lines(self, held(run.trace, device.index))
             yield from self.phases(run.trace, device.index)
         else:
             yield Text("The program allocated nothing on the card.")

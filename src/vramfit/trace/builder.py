@@ -206,6 +206,14 @@ class TraceBuilder:
         """Category of an event."""
         return Category(self._rows[self._offset(row) + _CATEGORY_AT])
 
+    def stack_of(self, row: int) -> int:
+        """Index of the stack of an event, -1 for none."""
+        return int(_ROW.unpack_from(self._rows, self._offset(row))[9])
+
+    def module_of(self, row: int) -> int:
+        """Index of the module of an event, -1 for none."""
+        return int(_ROW.unpack_from(self._rows, self._offset(row))[10])
+
     def set_category(self, row: int, category: int) -> None:
         """Replace the category of an event."""
         self._rows[self._offset(row) + _CATEGORY_AT] = category

@@ -132,6 +132,7 @@ class Meter(StorageMeter[VirtualRecord]):
         record.device = tensor.device.index or 0
         record.nbytes = storage.nbytes()
         record.graph = torch.is_grad_enabled()
+        record.used = self.passes
         record.module = None
         record.expected = None
         # A program that catches the error may drop the storage before this record.
@@ -174,6 +175,7 @@ class Meter(StorageMeter[VirtualRecord]):
         record.device = device
         record.nbytes = nbytes
         record.graph = torch.is_grad_enabled()
+        record.used = self.passes
         record.module = record.expected = None
         record.extents = record.shape = ()
         record.below = record.above = 0

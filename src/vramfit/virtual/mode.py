@@ -114,6 +114,8 @@ class VirtualMode(OpRunner):
             return self._on_host(func, args, kwargs)
         info = self.ops[func]
         if info.handler is not None:
+            if self.meter.follows_use:
+                self.meter.use(tensors_in(args))
             return info.handler(self, OpCall(func, info, args, kwargs))
         if info.composite:
             # Below autograd's keys, at which torch takes composite ops apart, they arrive whole: in inference mode,

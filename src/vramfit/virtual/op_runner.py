@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from vramfit.capture.attribution import ProgramPhase
-from vramfit.capture.ops import OpInfo, OpTable, device_of
+from vramfit.capture.ops import OpInfo, OpTable, device_of, tensors_in
 from vramfit.torch_internals.autograd_engine import current_graph_task_id, storage_use_count
 from vramfit.torch_internals.cuda_device import initialize
 from vramfit.torch_internals.dispatch import OpOverload, TorchDispatchMode
@@ -110,6 +110,8 @@ class OpRunner(TorchDispatchMode):
             plan = info.plans.get(key)
             if plan is not None and self._holds(plan, tensors):
                 return self._repeat(plan, call, tensors, category)
+        if self.meter.follows_use:
+            self.meter.use(tensors if key is not None else tensors_in(args))
         out = self.describe(call)
         worked = self.settle(call, out, category=category)
         if key is None:
@@ -175,6 +177,8 @@ class OpRunner(TorchDispatchMode):
         meter.ops += 1
         if plan.view:
             return out
+        if meter.follows_use:
+            meter.use(tensors)
         self.placing.place_again(plan, call.info.name, out, category)
         if plan.expects:
             self._expect(call)

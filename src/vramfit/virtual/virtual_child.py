@@ -40,6 +40,7 @@ def main(job_file: str) -> int:
     except VramfitError as unfit:
         job.fail(unfit)
         return unfit.exit_code
+    from vramfit.capture.kept_memory import watch_kept
     from vramfit.capture.meter_figures import MeterFigures
     from vramfit.capture.step_counter import count_steps
     from vramfit.virtual.gpu import VirtualGPU
@@ -78,6 +79,7 @@ def main(job_file: str) -> int:
 
     def save(code: int) -> None:
         steps.close()
+        kept.note()
         seen = None if host is None else host.stop()
         job.save(replace(stopping.told(gpu.run), files=protection.changes(), host=seen), exit_code=code)
         job.enter(Stage.DONE)
@@ -85,6 +87,7 @@ def main(job_file: str) -> int:
             line_ends.end()
 
     def finish(code: int, error: BaseException | None) -> None:
+        kept.end(error)
         gpu.__exit__(type(error) if error else None, error, None)
         save(code)
 
@@ -93,6 +96,7 @@ def main(job_file: str) -> int:
         line_ends = LineEnds(patches)
         watch_processes(lambda: gpu.mode.machine.warn(*OTHER_PROCESSES, location=location()), patches)
         steps = count_steps(gpu.meter, stopping, patches)
+        kept = watch_kept(gpu.meter, patches)
         stopping.install(save, patches)
         report_as_asked(MeterFigures(gpu.meter, "virtual"))
         forget_dynamo(patches)

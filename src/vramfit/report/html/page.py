@@ -13,7 +13,7 @@ from string import Template
 import numpy as np
 from numpy.typing import NDArray
 
-from vramfit.analysis import Breakdown, DeviceVerdict, Outcome, Verdict
+from vramfit.analysis import Breakdown, DeviceVerdict, Outcome, Verdict, held
 from vramfit.analysis import verdict as judge
 from vramfit.analysis.rank_memory import WorldMemory
 from vramfit.analysis.recorded_run import run_from_trace
@@ -35,6 +35,7 @@ from vramfit.report.html.columns import (
     shared_columns,
     to_text,
 )
+from vramfit.report.html.held_section import held_html
 from vramfit.report.html.markup import Html, join, table, tag
 from vramfit.report.html.ranks_section import ranks_data, ranks_section, shown_ranks
 from vramfit.report.html.tables import (
@@ -260,7 +261,19 @@ def _page(
         "growing": leaks_section(growing) if growing else "",
         "timeline_text": _each(parts, first, [timeline_text(trace, part.view) for part in parts]),
         "blocks_text": _each(parts, first, [blocks_text(trace, part.view, root=root) for part in parts]),
-        "tensors": _each(parts, first, [device_tables(part.breakdown, root=root) for part in parts]),
+        "tensors": _each(
+            parts,
+            first,
+            [
+                join(
+                    [
+                        held_html(held(trace, part.view.device.index), root=root),
+                        device_tables(part.breakdown, root=root),
+                    ]
+                )
+                for part in parts
+            ],
+        ),
         "fragmentation": _each(
             parts,
             first,

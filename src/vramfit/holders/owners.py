@@ -3,7 +3,7 @@
 NOTE [How owners are found]
 The search goes backwards, breadth first: from all tensors that share the storage, over `gc.get_referrers`, to something
 that needs no owner: a module's variables, a class, a function that is running. What the collector cannot see is added
-to its edges: the autograd graph (`vramfit.record.heap`), ``.grad``, and the variables of running functions. The first
+to its edges: the autograd graph (`vramfit.holders.heap`), ``.grad``, and the variables of running functions. The first
 way to each owner is the shortest. Frames, containers and objects of vramfit itself do not count.
 Where the search ends without an owner, everything that leads to the tensor is known. If it contains a circle and every
 reference to its first members comes from within, it is dead: that is the collector's own reasoning
@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 
-from vramfit.record.chains import OwnerChain, Root, Through
-from vramfit.record.heap import HERE, STORAGES, Heap, storage_key, storage_of
-from vramfit.record.naming import Path, is_a, type_name
+from vramfit.holders.chains import OwnerChain, Root, Through
+from vramfit.holders.heap import HERE, STORAGES, Heap, storage_key, storage_of
+from vramfit.holders.naming import Path, is_a, type_name
 from vramfit.torch_internals.autograd_engine import FunctionBase, TensorBase
 from vramfit.torch_internals.dispatch import DisableTorchFunction
 
@@ -135,7 +135,7 @@ class OwnerSearch:
         while self.next and len(self.chains) < self.limit:
             self.level, self.next = self.next, []
             self.followed += len(self.level)
-            if self.followed > _MOST_OBJECTS or time.monotonic() > self.heap.deadline:
+            if self.followed > _MOST_OBJECTS or time.thread_time() > self.heap.deadline:
                 self.complete = False
                 break
             self._expand()
@@ -155,7 +155,7 @@ class OwnerSearch:
         for start in range(0, len(asked), _BATCH):
             if len(self.chains) >= self.limit:
                 return
-            if time.monotonic() > self.heap.deadline:
+            if time.thread_time() > self.heap.deadline:
                 self.complete = False
                 return
             wanted = asked[start : start + _BATCH]
@@ -178,7 +178,7 @@ class OwnerSearch:
             return
         self._looked_for_arrays = True
         for holder in gc.get_objects():
-            if time.monotonic() > self.heap.deadline:
+            if time.thread_time() > self.heap.deadline:
                 self.complete = False
                 break
             for held in gc.get_referents(holder):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vramfit.record.chains import Root, Through
+from vramfit.holders.chains import Root, Through
 
 held: dict[str, Any] = {}
 

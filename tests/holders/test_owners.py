@@ -19,9 +19,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from vramfit.record.chains import OwnerChain, Root
-from vramfit.record.heap import Heap
-from vramfit.record.owners import owner_chains, owners_in
+from vramfit.holders.chains import OwnerChain, Root
+from vramfit.holders.heap import Heap
+from vramfit.holders.owners import owner_chains, owners_in
 
 WAYS = Path(__file__).with_name("ways.py")
 

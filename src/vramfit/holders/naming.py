@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from vramfit.record.chains import Link, Through
+from vramfit.holders.chains import Link, Through
 from vramfit.torch_internals.autograd_engine import TensorBase
 from vramfit.torch_internals.dispatch import DisableTorchFunction
 
@@ -33,7 +33,8 @@ _NO_TEXT = frozenset(
 _CO_OPTIMIZED = 0x1
 _PARTIAL = functools.partial
 _SIZE: Any = TensorBase.size
-_LRU = type(functools.lru_cache(lambda: None))
+LRU = type(functools.lru_cache(lambda: None))
+"""The type of what ``functools.lru_cache`` makes."""
 _GENERATORS = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
 _LOCAL = threading.local
 
@@ -319,7 +320,7 @@ _TELLERS: tuple[tuple[Any, Any], ...] = (
     (types.CellType, Path._cell),
     (types.MethodType, Path._method),
     (_PARTIAL, Path._partial),
-    (_LRU, Path._cached),
+    (LRU, Path._cached),
     (_GENERATORS, Path._generator),
     (types.FrameType, Path._frame),
     (types.TracebackType, Path._traceback),

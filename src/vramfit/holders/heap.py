@@ -16,11 +16,12 @@ import time
 import types
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import compress
 from typing import Any
 
 import torch
 
-from vramfit.record.naming import is_a, local_names, location
+from vramfit.holders.naming import is_a, local_names, location
 from vramfit.torch_internals.autograd_engine import FunctionBase, SavedTensor, TensorBase
 from vramfit.torch_internals.dispatch import DisableTorchFunction
 
@@ -30,13 +31,15 @@ HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 STORAGES = (torch.UntypedStorage, torch.TypedStorage)
 _IS_LEAF: Any = TensorBase.is_leaf
 _GRAD: Any = TensorBase.grad
+_identity = object.__hash__
 
 
 class Heap:
     """What a search needs to know about the process as it is now; several searches can share it.
 
     Attributes:
-        deadline: when to stop searching, on the clock of `time.monotonic`.
+        deadline: when to stop searching, on the clock of `time.thread_time`: a search only computes, and a busy machine
+            does not cut it short.
         gradients: id of a gradient -> the parameters that have it, out of the collector's sight.
         variables: id of a value -> the variables of running functions that have it.
         contexts: id of a value -> the context variables that have it.
@@ -45,7 +48,7 @@ class Heap:
     """
 
     def __init__(self, seconds: float) -> None:
-        self.deadline = time.monotonic() + seconds
+        self.deadline = time.thread_time() + seconds
         self.variables = _running_locals()
         self.contexts = _context_variables()
         self.modules = _module_dicts()
@@ -54,6 +57,7 @@ class Heap:
         self.gradients = _gradients(self.tensors)
         self.graph = Graph(self.tensors, nodes, self.deadline)
         nodes.clear()
+        self._stored: dict[int, list[int]] | None = None
         self.own = {
             id(own)
             for own in (
@@ -93,6 +97,15 @@ class Heap:
         for held in (self.tensors, self.storages, self.graph.nodes, self.graph.results, self.gradients):
             held.clear()
 
+    def stored_by(self, node: int) -> list[int]:
+        """The storages that a node of the graph saved, by the id of its wrapper."""
+        if self._stored is None:
+            self._stored = {}
+            for storage, savers in self.graph.saved.items():
+                for saver, _ in savers:
+                    self._stored.setdefault(saver, []).append(storage)
+        return self._stored.get(node, [])
+
     def storages_at(self) -> dict[int, int]:
         """Address of the memory -> the storage that has it, for all tensors, and those saved in the graph."""
         found: dict[int, int] = {}
@@ -126,25 +139,27 @@ def _gradients(tensors: list[Any]) -> dict[int, list[Any]]:
 
 def _torch_objects() -> tuple[list[Any], list[Any], list[Any]]:
     """All tensors, storages and nodes of the graph that the collector knows."""
+    objects = gc.get_objects()
+    # Half a million objects: all that is done for each of them is done in C. Classes are told by their identity, since
+    # the hash of a class may be its metaclass's own, and `id` is slow where Python announces it to an audit hook.
+    kinds = list(map(_identity, map(type, objects)))
     tensors: list[Any] = []
     storages: list[Any] = []
     nodes: list[Any] = []
-    kinds: dict[int, list[Any] | None] = {}  # by id: the hash of a class may be its metaclass's own
-    for one in gc.get_objects():
-        kind = type(one)
-        number = id(kind)
-        if number not in kinds:
-            kinds[number] = (
-                tensors
-                if issubclass(kind, torch.Tensor)
-                else storages
-                if issubclass(kind, STORAGES)
-                else nodes
-                if is_node(one)
-                else None
-            )
-        if (into := kinds[number]) is not None:
-            into.append(one)
+    into: dict[int, list[Any]] = {}
+    for number, example in dict(zip(kinds, objects, strict=True)).items():
+        kind = type(example)
+        if issubclass(kind, torch.Tensor):
+            into[number] = tensors
+        elif issubclass(kind, STORAGES):
+            into[number] = storages
+        elif is_node(example):
+            into[number] = nodes
+    example = None
+    wanted = map(into.__contains__, kinds)
+    for number, value in compress(zip(kinds, objects, strict=True), wanted):
+        into[number].append(value)
+    objects.clear()
     return tensors, storages, nodes
 
 
@@ -280,7 +295,7 @@ class Graph:
 
     def _walk(self) -> None:
         while self._waiting:
-            if len(self.nodes) > _MOST_NODES or time.monotonic() > self._deadline:
+            if len(self.nodes) > _MOST_NODES or time.thread_time() > self._deadline:
                 self.complete = False
                 self._waiting.clear()
                 return
