@@ -133,6 +133,7 @@ class StorageMeter(Generic[RecordT]):
         self.stacks = StackInterner(builder)
         self.modules = ModuleStack(builder)
         self.phases = PhaseTracker(builder, self._mark_phase)
+        self.phases.on_rest = self._note_rest
         self.ops = 0
         self.oom: OomReport | None = None
         self.lock = threading.RLock()
@@ -391,10 +392,22 @@ class StorageMeter(Generic[RecordT]):
                     phase=self.phases.index,
                 )
 
+    def _note_rest(self) -> None:
+        """Note that the program is between two of its works: see `TraceBuilder.rest`."""
+        with self.lock:
+            self.collect()
+            self.builder.rest()
+
     def _mark_phase(self, index: int) -> None:
+        """Mark the beginning of a phase, and of each forward pass with the module that is called."""
+        module = self.modules.current()
         for device in self.machine.devices:
             self.builder.append(
-                EventKind.MARKER, device=device.index, time_us=int(self.machine.clock_us), phase=index
+                EventKind.MARKER,
+                device=device.index,
+                time_us=int(self.machine.clock_us),
+                phase=index,
+                module=module,
             )
 
     def _out_of_memory(self, error: OutOfMemory, device: int, nbytes: int, op: str) -> torch.OutOfMemoryError:

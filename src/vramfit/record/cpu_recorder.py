@@ -152,6 +152,7 @@ class CpuRecorder(Recorder):
             raise
         try:
             watch(self, self._patches)
+            self.meter.phases.rounds.follow(self._patches)
             threads.install(self.mode, self._patches)
             self._follow_resizes()
             communication_buffers.install(self.meter, self._patches)
@@ -181,7 +182,7 @@ class CpuRecorder(Recorder):
         return self._end(error)
 
     def _end(self, error: BaseException | None) -> Run:
-        self._result = self._outcome(error)
+        self._result = self._outcome(error, ended=True)
         self.meter.machine.on_event = None
         if self._builder.journal is not None:
             self._builder.journal.close()
@@ -276,7 +277,8 @@ class CpuRecorder(Recorder):
 
     def leave_module(self) -> None:
         """Note that the innermost module returns."""
-        self.meter.modules.leave()
+        if self.meter.modules.leave() and current_graph_task_id() == -1:
+            self.meter.phases.on_rest()
 
     def begin_backward(self) -> None:
         """Note that the backward pass begins."""
@@ -313,7 +315,7 @@ class CpuRecorder(Recorder):
 
     # -- results -------------------------------------------------------------------------------------------------
 
-    def _outcome(self, error: BaseException | None) -> Run:
+    def _outcome(self, error: BaseException | None, *, ended: bool = False) -> Run:
         meter, device = self.meter, self.device
         meter.collect()
         allocator, peaks = meter.machine.devices[0].allocator, meter.peaks()
@@ -328,7 +330,8 @@ class CpuRecorder(Recorder):
                         total_bytes=device.total_bytes,
                         segments=allocator.segments(),
                     ),
-                )
+                ),
+                ended=ended,
             ),
             devices=(
                 DeviceOutcome(

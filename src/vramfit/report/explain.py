@@ -10,6 +10,7 @@ from rich.text import Text
 
 from vramfit.analysis import NAMES, LeakReport, LocalPeak, Outcome, Removal, TensorGroup, Verdict
 from vramfit.report.folding import NARROW, folded
+from vramfit.report.growth_words import growth_words
 from vramfit.report.json_report import group_to_json, moment_to_json
 from vramfit.report.leaks import LeakLines
 from vramfit.report.rendering import json_values, printed_as_page, to_json
@@ -60,6 +61,8 @@ class _ExplainReport(Sections):
         if found.leaks is not None:
             yield Text()
             yield self.heading("Growth")
+            for sentence in growth_words(found.verdict, found.run.progress, self.location):
+                yield from self.wrapped(Text(f"  {sentence}", style="yellow"))
             yield from LeakLines(self.width, self.root).lines(found.leaks)
 
     def headline(self, found: Explanation) -> Iterator[Text]:
