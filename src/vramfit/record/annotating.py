@@ -2,8 +2,9 @@
 
 NOTE [Which ranges there are]
 ``step 3`` is the third round of the optimizers (capture/optimizer_rounds.py); within it ``forward``, ``backward`` and
-``optimizer`` follow each other. A forward phase begins with the first call of a module outside another and ends where the backward pass begins;
-without one it lasts until that call ends. Each call of a module is a range with its path, nested as the calls are.
+``optimizer`` follow each other. A forward phase begins with the first call of a module outside another and ends where
+the backward pass begins; without one it lasts until that call ends. Each call of a module is a range with its path,
+nested as the calls are.
 The backward pass has no ranges of modules: the engine runs nodes, not modules (``emit_nvtx`` shows the nodes).
 A range is closed on the thread that opened it, so ranges of modules that other threads run nest there.
 """
