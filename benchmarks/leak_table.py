@@ -103,7 +103,7 @@ def _in_fork(program: LeakProgram, steps: int) -> dict[str, Any]:
             with os.fdopen(writing, "w") as out:
                 json.dump(measured(program, steps), out)
             code = 0
-        except BaseException:  # noqa: BLE001  # whatever a program raises ends its own process, with its traceback
+        except BaseException:  # whatever a program raises ends its own process, with its traceback
             traceback.print_exc()
         finally:
             sys.stderr.flush()

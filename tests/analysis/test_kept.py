@@ -34,7 +34,7 @@ def one_pass(recorder: Recorder, size: int, category: Category = Category.ACTIVA
 
 
 def training(evaluate: Evaluate, *, epochs: int = 2, each: int = 2) -> Recorder:
-    """Epochs of some steps, after each of which it evaluates; what that returns is let go of before training goes on."""
+    """Epochs of some steps with an evaluation after each; what that returns is let go of before training goes on."""
     recorder, step = Recorder(total_bytes=GIB, context_bytes=0), 1
     for epoch in range(epochs):
         for _ in range(each):
