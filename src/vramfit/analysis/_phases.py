@@ -113,7 +113,7 @@ def phases(trace: MemoryTrace, device: int = 0) -> tuple[Phase, ...]:
 
 
 def _with_last_end(found: list[Phase], trace: MemoryTrace, allocated: Ints) -> tuple[Phase, ...]:
-    """The phases, the last one ended as far into the teardown as the same part of the iteration before it had come.
+    """The phases, the last one ended where the teardown is nearest to the end of the same part in the iteration before.
 
     A program that ends by itself does not say where its last step ends and where it lets go of everything: gradients
     that each step drops at its end are dropped at the end of the last one, too.
@@ -127,9 +127,9 @@ def _with_last_end(found: list[Phase], trace: MemoryTrace, allocated: Ints) -> t
     before = [phase for phase in found if phase.part == last.part and phase is not last]
     if last.iteration is None or not before:
         return tuple(found)
-    levels = allocated[torn]
-    reached = levels[levels >= before[-1].end_allocated]
-    ended = replace(last, end_allocated=int(min([last.end_allocated, *reached[-1:].tolist()])))
+    levels = np.append(last.end_allocated, allocated[torn])
+    nearest = np.abs(levels - before[-1].end_allocated).argmin()
+    ended = replace(last, end_allocated=int(levels[nearest]))
     return tuple(ended if phase is last else phase for phase in found)
 
 
