@@ -22,7 +22,7 @@ class Phase:
     """A named stretch of a program. Where it was entered several times, all of them together.
 
     Attributes:
-        name: as the trace has it, ``"step 0/forward"``.
+        name: as the trace has it, ``"step 1/forward"``.
         iteration: the number of the iteration, if the name has one.
         part: what comes after the iteration, ``"forward"``; else the whole name.
         first_row: the first event in it.
