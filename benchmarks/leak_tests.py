@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from vramfit.analysis._leaks import ALPHA, goes_on, warmup_of
+from vramfit.analysis._growth import ALPHA, goes_on, warmup_of
 from vramfit.analysis.trend import growth_p_value, mann_kendall
 
 Series = NDArray[np.int64]

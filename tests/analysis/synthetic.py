@@ -104,6 +104,11 @@ class Recorder:
     def mark(self, tag: str, device: int = 0) -> None:
         self._append(EventKind.MARKER, device, 0, 0, 0, op=self.builder.op(tag))
 
+    def mark_phase(self, module: str = "", device: int = 0) -> None:
+        """What a program's phase begins with, and each call of an outermost module in it."""
+        path = self.builder.module(module) if module else -1
+        self._append(EventKind.MARKER, device, 0, 0, 0, module=path)
+
     def finish(self) -> MemoryTrace:
         return self.builder.finish()
 

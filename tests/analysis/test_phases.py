@@ -1,8 +1,8 @@
 import pytest
 
 from analysis.synthetic import Recorder, fitting_run
-from vramfit.analysis import growth, phases, summarise
-from vramfit.trace import Category, TraceBuilder
+from vramfit.analysis import GrowthEvidence, growth, phases, summarise
+from vramfit.trace import TEARDOWN, Category, EventKind, TraceBuilder
 from vramfit.units import MIB
 
 
@@ -115,21 +115,45 @@ def test_what_each_iteration_keeps_is_growth_whenever_gradients_are_dropped() ->
         grown = growth(phases(training(6, kept=2 * MIB, drops_first=drops_first).finish()))
         assert grown.per_iteration == 2 * MIB
         assert grown.is_leak
-        assert grown.runs_out_at(10 * MIB) == 5 + 5 + 1
+        assert grown.evidence is GrowthEvidence.SIMILAR_RISES
 
 
-def test_one_change_is_no_trend() -> None:
-    grown = growth(phases(training(4, kept=2 * MIB).finish()))
-    assert grown.per_iteration == 2 * MIB
+@pytest.mark.parametrize(("steps", "rises"), [(3, 1), (4, 2), (5, 3)])
+def test_too_few_rises_are_seen_and_not_called_a_leak(steps: int, rises: int) -> None:
+    grown = growth(phases(training(steps, kept=2 * MIB).finish()))
+    assert (grown.evidence, grown.rises, grown.last_rise) == (GrowthEvidence.TOO_FEW_STEPS, rises, 2 * MIB)
+    assert grown.is_suspected
     assert not grown.is_leak
-    assert grown.runs_out_at(10 * MIB) is None
+
+
+def test_three_rises_of_other_sizes_are_not_called_a_leak() -> None:
+    recorder = Recorder()
+    for iteration, size in enumerate([1, 1, 1, 2, 8, 3]):
+        recorder.phase(f"step {iteration}/forward")
+        recorder.free(recorder.alloc("", MIB, Category.ACTIVATIONS))
+        recorder.alloc("", size * MIB, Category.OTHER)
+    assert growth(phases(recorder.finish())).evidence is GrowthEvidence.TOO_FEW_STEPS
+
+
+def test_from_seven_steps_on_the_test_of_explain_decides() -> None:
+    grown = growth(phases(training(7, kept=2 * MIB).finish()))
+    assert (grown.evidence, grown.is_leak) == (GrowthEvidence.TESTED, True)
+    recorder = Recorder()
+    for iteration in range(
+        12
+    ):  # rises until the eighth, and three times in a row at the end of the first eight
+        recorder.phase(f"step {iteration}/forward")
+        recorder.free(recorder.alloc("", MIB, Category.ACTIVATIONS))
+        if iteration < 8:
+            recorder.alloc("", 2 * MIB, Category.OTHER)
+    assert growth(phases(recorder.finish())).evidence is GrowthEvidence.NONE
 
 
 @pytest.mark.parametrize("evaluates", [False, True])
 def test_the_end_of_a_program_that_frees_everything_hides_no_growth(evaluates: bool) -> None:
     """A function that trains lets go of all that it held when it returns."""
     recorder, held = Recorder(), []
-    for iteration in range(6):
+    for iteration in range(7):
         recorder.phase(f"step {iteration}/forward")
         held.append(recorder.alloc("", 2 * MIB, Category.OTHER))
         recorder.free(recorder.alloc("", MIB, Category.ACTIVATIONS))
@@ -150,8 +174,50 @@ def test_what_is_left_unevenly_counts_by_its_mean() -> None:
         recorder.alloc("", (2 if iteration % 2 else 6) * MIB, Category.OTHER)
     grown = growth(phases(recorder.finish()))
     assert grown.per_iteration == 4 * MIB
-    assert grown.runs_out_at(40 * MIB) == 9 + 10 + 1
+    assert grown.is_leak
 
 
 def test_the_slope_of_very_many_iterations_is_that_of_few() -> None:
     assert growth(phases(leaking(1500, MIB).finish())).per_iteration == MIB
+
+
+def ended(*, told: bool) -> TraceBuilder:
+    """Three steps that drop their gradients of 64 MiB at their ends, then all else goes: 8 MiB of a model."""
+    recorder = Recorder()
+    recorder.phase("setup")
+    model = recorder.alloc("", 8 * MIB, Category.PARAMETERS)
+    for iteration in (1, 2, 3):
+        recorder.phase(f"step {iteration}/backward")
+        gradients = recorder.alloc("", 64 * MIB, Category.GRADIENTS)
+        recorder.phase(f"step {iteration}/optimizer")
+        recorder.free(recorder.alloc("", MIB, Category.TEMPORARIES))
+        recorder.builder.rest()
+        if iteration < 3 or told:
+            recorder.free(gradients)
+    if told:
+        recorder.phase(TEARDOWN)
+        recorder.mark_phase()
+    else:
+        recorder.free(gradients)
+    recorder.free(model)
+    return recorder.builder
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_the_last_phase_ends_before_the_program_lets_go_of_what_it_holds(told: bool) -> None:
+    trace = ended(told=told).finish(ended=True)
+    found = phases(trace)
+    assert [phase.end_allocated for phase in found if phase.part == "optimizer"] == [8 * MIB] * 3
+    assert growth(found).end_allocated == (8 * MIB,) * 3
+    assert TEARDOWN not in {phase.name for phase in found}
+    assert trace.phases[trace.phase[-1]] == TEARDOWN
+
+
+def test_a_program_that_is_not_over_has_no_teardown() -> None:
+    assert TEARDOWN not in ended(told=False).finish().phases
+
+
+def test_what_fails_after_the_last_work_is_no_teardown() -> None:
+    builder = ended(told=False)
+    builder.append(EventKind.OOM, device=0, size=MIB, phase=0)
+    assert TEARDOWN not in builder.finish(ended=True).phases

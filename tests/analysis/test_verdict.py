@@ -341,5 +341,7 @@ def test_growth_is_in_the_verdict_with_the_step_at_which_memory_runs_out() -> No
     judged = verdict(run)
     assert judged.grows_by == 64 * MIB
     assert judged.runs_out_at == 16, "steps 0 to 15 fill the GiB"
-    assert "memory runs out about iteration 16" in " ".join(render(run, judged).split())
+    assert "Every step leaves 64.00 MiB more, probably a leak: memory runs out about step 16." in " ".join(
+        render(run, judged).split()
+    )
     assert to_json(run, judged)["growth"]["runs_out_at_iteration"] == 16

@@ -17,7 +17,7 @@ import torch
 from capture.holding_programs import HOLDING, ORDINARY, SETUP, Program
 from vramfit.analysis import Held, HeldAt, held, verdict
 from vramfit.analysis.recorded_run import run_from_trace
-from vramfit.capture.kept_memory import KeptMemory, watch_kept
+from vramfit.capture.kept_memory import KeptWatch, watch_kept
 from vramfit.patching import PatchStack
 from vramfit.record.cpu_recorder import CpuRecorder
 from vramfit.report import render
@@ -44,7 +44,7 @@ def small_heap() -> Iterator[None]:
 
 def run(
     program: Program, *, watched: bool = True, card: str = "24GiB"
-) -> tuple[VirtualGPU, KeptMemory | None]:
+) -> tuple[VirtualGPU, KeptWatch | None]:
     """Run a program as a module of its own on a virtual card."""
     module = types.ModuleType("program")
     sys.modules["program"] = module

@@ -69,7 +69,7 @@ def test_every_form_of_the_report_is_written(script: Path, tmp_path: Path) -> No
     assert told["source"] == "cpu" and told["fits"] is True and told["total_bytes"] == 1 << 30
     assert told["categories"]["parameters"] == 4 * (257 * 256) + 4 * 1024 + 512
     trace = MemoryTrace.load(files["vft"])
-    assert trace.meta["source"] == "cpu" and "step 2/backward" in trace.phases
+    assert trace.meta["source"] == "cpu" and "step 3/backward" in trace.phases
     assert len(load_snapshot(files["pickle"])["device_traces"][0]) > 100
     assert not (tmp_path / "run.vft.journal").exists()
 
@@ -143,7 +143,7 @@ def test_when_all_is_killed_the_journal_lies_beside_the_trace(
         os.killpg(running.pid, signal.SIGKILL)
     assert not trace.exists()
     left = read_any(tmp_path / "run.vft.journal")
-    assert left.phases[-1] == "step 1/optimizer" and left.meta["source"] == "cpu"
+    assert left.phases[-1] == "step 2/optimizer" and left.meta["source"] == "cpu"
     for verb in ("replay", "explain"):
         done: Invocation = vramfit(verb, tmp_path / "run.vft.journal")
         assert done.code == 0, (verb, done.err)

@@ -65,7 +65,7 @@ def test_training_steps(calls: list[str]) -> None:
     model = Net()
     with vramfit.annotate(model):
         train(model, 2)
-    assert calls == [line.format(step) for step in range(2) for line in STEP]
+    assert calls == [line.format(step) for step in (1, 2) for line in STEP]
 
 
 def test_ranges_nest_as_they_are_opened_also_when_modules_run_again_in_the_backward_pass(
@@ -74,7 +74,7 @@ def test_ranges_nest_as_they_are_opened_also_when_modules_run_again_in_the_backw
     model = Net(checkpointed=True)
     with vramfit.annotate(model):
         train(model, 1)
-    assert calls == [*[line.format(0) for line in STEP[:6]], "    Net.first", "  optimizer"]
+    assert calls == [*[line.format(1) for line in STEP[:6]], "    Net.first", "  optimizer"]
 
 
 def test_without_gradients_each_call_is_a_forward_phase(calls: list[str]) -> None:
@@ -83,7 +83,7 @@ def test_without_gradients_each_call_is_a_forward_phase(calls: list[str]) -> Non
         model(torch.ones(1, 4))
         model(torch.ones(1, 4))
     forward = ["  forward", "    Net", "      Net.first", "      Net.second"]
-    assert calls == ["step 0", *forward, *forward]
+    assert calls == ["step 1", *forward, *forward]
 
 
 def test_two_backward_passes_before_a_step_stay_in_one_step(calls: list[str]) -> None:
@@ -93,7 +93,7 @@ def test_two_backward_passes_before_a_step_stay_in_one_step(calls: list[str]) ->
         for _ in range(2):
             model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
-    assert [line for line in calls if line.startswith("step")] == ["step 0"]
+    assert [line for line in calls if line.startswith("step")] == ["step 1"]
     assert calls.count("  backward") == 2
 
 
@@ -101,7 +101,7 @@ def test_an_error_closes_its_ranges(calls: list[str]) -> None:
     model = Net()
     with pytest.raises(RuntimeError), vramfit.annotate(model):
         model(torch.ones(1, 3))
-    assert calls == ["step 0", "  forward", "    Net", "      Net.first"]
+    assert calls == ["step 1", "  forward", "    Net", "      Net.first"]
 
 
 def test_modules_of_no_model_have_their_class_and_a_prefix(calls: list[str]) -> None:
@@ -140,7 +140,7 @@ def test_ranges_of_torch_profiler() -> None:
     ):
         train(model, 1)
     names = {event.name for event in profile.events()}
-    assert names >= {"step 0", "forward", "backward", "optimizer", "Net", "Net.first", "Net.second"}
+    assert names >= {"step 1", "forward", "backward", "optimizer", "Net", "Net.first", "Net.second"}
 
 
 @pytest.mark.skipif(annotating.has_nvtx(), reason="this build has NVTX")

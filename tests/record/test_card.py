@@ -245,7 +245,7 @@ def test_what_a_kill_would_leave_is_saved_in_between(tmp_path: Path) -> None:
         """,
     )
     told = facts(folder)
-    assert told["phases"][-1] == "step 0/optimizer" and 0 < told["events"] < told["in_all"]
+    assert told["phases"][-1] == "step 1/optimizer" and 0 < told["events"] < told["in_all"]
     assert told["same"], "it is not written at every step"
 
 

@@ -99,7 +99,7 @@ def test_modules_phases_and_lines(recorded: tuple[Any, MemoryTrace, ProfiledMemo
     _, _, joined = recorded
     assert {"Net.0", "Net.1", "Net.2"} <= set(joined.modules())
     activation = next(e for e in joined.events if e.module == "Net.1" and e.nbytes == 32 * 256 * 4)
-    assert activation.phase == "step 0/forward"
+    assert activation.phase == "step 1/forward"
     assert activation.line is not None
     assert activation.line.filename == __file__
 

@@ -103,7 +103,7 @@ def test_dead_cycles_are_told() -> None:
 @pytest.mark.parametrize(
     ("verdict", "words"),
     [
-        (LeakVerdict.STEADY, "✓ no memory grows beyond chance in 29 steps"),
+        (LeakVerdict.STEADY, "✓ no memory grows from step to step beyond chance in 29 steps"),
         (LeakVerdict.SUSPECTED, "? memory grows by 3.00 MiB per step. The steps are guessed"),
         (LeakVerdict.NO_STEPS, "? nothing repeats in this trace"),
         (LeakVerdict.TOO_FEW_STEPS, "? too few steps: 29 seen, 8 needed"),

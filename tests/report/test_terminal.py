@@ -248,7 +248,7 @@ def test_a_leak_is_pointed_out() -> None:
         recorder.alloc("", 3 * MIB, Category.OTHER)
     run = virtual_run(recorder.finish())
     text = " ".join(render(run, verdict(run, cards=())).split())
-    assert "leaves 3.00 MiB more than the last, probably a leak: memory runs out about iteration" in text
+    assert "Every step leaves 3.00 MiB more, probably a leak: memory runs out about step" in text
     run = fitting_run()
     assert "leak" not in render(run, verdict(run, cards=()))
 

@@ -40,7 +40,7 @@ class Watched:
         self.stopping = Stopping(folder, limits)
         self.modules = ModuleStack(builder)
         self.phases = PhaseTracker(builder, lambda index: None)
-        self.counter = StepCounter(self.modules, self.demand, self.stopping)
+        self.counter = StepCounter(self.modules, self.phases, self.demand, self.stopping)
         self.done = 0
 
     def forward(self, module: nn.Module) -> None:
@@ -65,7 +65,8 @@ def watch(tmp_path: Path) -> Iterator[Callable[[Limits], Watched]]:
 
         def make(limits: Limits) -> Watched:
             watched = Watched(tmp_path, limits)
-            watched.counter.install(watched.phases, patches)
+            watched.phases.rounds.follow(patches)
+            watched.counter.install(patches)
             return watched
 
         yield make

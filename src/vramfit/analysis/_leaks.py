@@ -14,8 +14,12 @@ NOTE [How a leak is told]
 5. Half of the level of significance (1 % in all) is kept for one test of the whole device. Where that one rejects, a
    leak there is, and the question left is who: then the stacks are held to their own p values, uncorrected.
    This is what lets five rounds suffice for a leak that a hundred lines take part in, as a kept graph is.
-6. Where the steps had to be guessed (a line that repeats), growth only raises suspicion, and only where the whole
-   device grows while three times as much is allocated, in nearly every step: a model that is being loaded grows, too.
+6. What is left once an epoch rises in few of the steps, which these tests cannot tell from a buffer that grows to the
+   largest batch. But it rises at even distances, by like amounts, to the last step, and all of it stays. Three such
+   rises or more are growth, too; the first two steps are left out.
+7. Where the steps had to be guessed (passes of inference, a line that repeats), growth only raises suspicion, and only
+   where the whole device grows while three times as much is allocated, in nearly every step: a model that is being
+   loaded grows, too, and is no iteration.
 """
 
 from __future__ import annotations
@@ -27,11 +31,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from vramfit.analysis._growth import ALPHA, LEAST_LEVELS, goes_on, warmup_of
 from vramfit.analysis._lifetimes import Flags, Ints, Lifetimes, born_column
-from vramfit.analysis._phases import LEAST_STEPS, Steps, StepSource, given, steps
+from vramfit.analysis._steps import LEAST_STEPS, Steps, StepSource, given, steps
 from vramfit.analysis.device_timeline import DeviceTimeline
 from vramfit.analysis.groups import entry, fold_path, lines_of, stack_frames
-from vramfit.analysis.trend import fading_p_value, growth_p_value, holm, late_share, theil_sen
+from vramfit.analysis.trend import growth_p_value, holm, theil_sen
 from vramfit.trace import Category, EventKind, Frame, MemoryTrace
 from vramfit.units import counted, format_bytes
 
@@ -105,6 +110,7 @@ class GrowingStack:
         levels: low-water mark of every step, warm-up included.
         release: what would free the memory.
         rows: rows of the trace at which those blocks were allocated, oldest first.
+        every: steps from one rise to the next, where it rises at even distances only, as once an epoch; else 1.
         owners: who holds samples of it, where a live process could be asked.
     """
 
@@ -119,6 +125,7 @@ class GrowingStack:
     levels: tuple[int, ...]
     rows: tuple[int, ...]
     release: Release = Release.HELD
+    every: int = 1
     owners: tuple[OwnerChain, ...] = ()
 
 
@@ -199,12 +206,10 @@ class LeakReport:
         return LEAST_STEPS
 
 
-ALPHA = 0.01
-"""Chance of calling growth where there is none, for a whole trace."""
-
-_LEAST_LEVELS = 6  # 1/6! is below half of ALPHA, 1/5! is not
-_FADING = 0.01
-_LATE_SHARE = 0.5
+_RISES = 3
+"""Fewest rises at even distances that are growth,"""
+_ALIKE = 2
+"""the largest at most so many times as large as the smallest."""
 _CHURN = 3  # where steps are guessed: bytes allocated for each byte of growth,
 _CHURNING = 0.75  # in at least this share of the steps
 _SHOWN_SAWTEETH = 20
@@ -261,7 +266,7 @@ class _LeakSearch:
         window = slice(self.start, None)
         everything = np.zeros(len(self.keys), dtype=np.int64)
         total = next((found for _, found in self._levels(everything, self.lives.block)), self._nothing())
-        enough = self.count - self.start >= _LEAST_LEVELS
+        enough = self.count - self.start >= LEAST_LEVELS
         p_total = growth_p_value(total[window])
         names: list[int] = []
         series: list[Ints] = []
@@ -272,18 +277,28 @@ class _LeakSearch:
         p_values = [growth_p_value(found[window]) for found in series]
         adjusted = holm(p_values)
         device_grows = enough and p_total <= self.alpha / 2 and goes_on(total, self.start)
-        growing, settled = [], []
+        growing, settled, evenly = [], [], False
         for name, found, p, p_all in zip(names, series, p_values, adjusted, strict=True):
             called = p_all <= self.alpha / 2 or (device_grows and p <= self.alpha)
+            every = 1 if called or not self._numbered else period(found)
+            if every > 1 and (grown := self._growing(name, found, p, p_all, every)).blocks >= _RISES:
+                growing.append(grown)
+                evenly = True
+                continue
             if not enough:
                 called = len(found[window]) > 1 and bool((np.diff(found[window]) > 0).all())
             if called and (goes_on(found, self.start) if enough else True):
                 growing.append(self._growing(name, found, p, p_all))
             elif called:
                 settled.append(self._settled(name, found))
-        verdict = self._verdict(enough, bool(growing) or device_grows, device_grows and self._churns(total))
+        verdict = self._verdict(enough, bool(growing) or device_grows, device_grows, self._churns(total))
+        if evenly:
+            verdict = LeakVerdict.GROWING
         if verdict is LeakVerdict.STEADY:
             growing.clear()
+        rate = theil_sen(total[window], self.steps.numbers[:-1][window])
+        if evenly and rate <= 0:  # most pairs of steps lie between two rises
+            rate = sum(stack.bytes_per_step for stack in growing)
         growing.sort(key=lambda one: (-one.bytes_per_step, -one.grown_bytes, one.first_step))
         settled.sort(key=lambda one: -one.grown_bytes)
         return LeakReport(
@@ -294,20 +309,27 @@ class _LeakSearch:
             alpha=self.alpha,
             tested=len(series),
             p_value=p_total,
-            bytes_per_step=theil_sen(total[window], self.steps.numbers[:-1][window]),
+            bytes_per_step=rate,
             levels=tuple(total.tolist()),
             growing=tuple(growing),
             settled=tuple(settled),
             sawteeth=self._sawteeth({one.place.stack for one in growing}),
         )
 
-    def _verdict(self, enough: bool, grows: bool, grows_in_a_loop: bool) -> LeakVerdict:
+    @property
+    def _numbered(self) -> bool:
+        """Whether the steps are those of the program, so that a distance between them means something."""
+        return self.steps.source in (StepSource.PHASES, StepSource.MARKS)
+
+    def _verdict(self, enough: bool, grows: bool, device_grows: bool, churns: bool) -> LeakVerdict:
         if not enough:
             return LeakVerdict.TOO_FEW_STEPS
         if self.steps.source is StepSource.QUANTILES:
             return LeakVerdict.NO_STEPS
-        if self.steps.source is StepSource.REPEATS:
-            return LeakVerdict.SUSPECTED if grows_in_a_loop else LeakVerdict.STEADY
+        if self.steps.source in (StepSource.PASSES, StepSource.REPEATS):
+            if not device_grows:
+                return LeakVerdict.STEADY
+            return LeakVerdict.SUSPECTED if churns else LeakVerdict.NO_STEPS
         return LeakVerdict.GROWING if grows else LeakVerdict.STEADY
 
     def _churns(self, total: Ints) -> bool:
@@ -354,21 +376,22 @@ class _LeakSearch:
 
     # -- results -------------------------------------------------------------------------------------------------
 
-    def _growing(self, name: int, found: Ints, p: float, p_all: float) -> GrowingStack:
-        window = found[self.start :]
-        numbers = self.steps.numbers[:-1]
+    def _growing(self, name: int, found: Ints, p: float, p_all: float, every: int = 1) -> GrowingStack:
+        start = self.start if every == 1 else 1
+        window, numbers = found[start:], self.steps.numbers[:-1]
         mine = self.keys == name
         requested = next(level for _, level in self._levels(self.keys, self.lives.size, mine))
-        grown = self._grown(mine)
+        grown = self._grown(mine, start)
         rises = np.diff(found) > 0
-        first = int(np.argmax(rises[self.start :])) + self.start if rises[self.start :].any() else self.start
+        first = int(np.argmax(rises[start:])) + start if rises[start:].any() else start
         while first > 0 and rises[first - 1]:  # it began before the warm-up was over
             first -= 1
         born = self.lives.born[grown]
+        slope = theil_sen if every == 1 else _mean_rise
         return GrowingStack(
             place=self._place(name, grown if len(grown) else np.flatnonzero(mine)),
-            bytes_per_step=theil_sen(window, numbers[self.start :]),
-            requested_per_step=theil_sen(requested[self.start :], numbers[self.start :]),
+            bytes_per_step=slope(window, numbers[start:]),
+            requested_per_step=slope(requested[start:], numbers[start:]),
             grown_bytes=int(window[-1] - window[0]),
             blocks=len(grown),
             first_step=int(numbers[first]),
@@ -376,11 +399,12 @@ class _LeakSearch:
             adjusted_p=p_all,
             levels=tuple(found.tolist()),
             rows=tuple(np.sort(born[born >= 0]).tolist()),
+            every=every,
         )
 
-    def _grown(self, mine: Flags) -> Ints:
-        """The blocks of a stack that came after the warm-up and were there at the last boundary."""
-        first, last = int(self.steps.rows[self.start]), int(self.steps.rows[-1])
+    def _grown(self, mine: Flags, start: int) -> Ints:
+        """The blocks of a stack that came after so many levels and were there at the last boundary."""
+        first, last = int(self.steps.rows[start]), int(self.steps.rows[-1])
         return np.flatnonzero(
             mine & (self.lives.born > first) & (self.lives.born <= last) & (self.lives.freed > last)
         )
@@ -389,7 +413,7 @@ class _LeakSearch:
         window = found[self.start :]
         rises = np.flatnonzero(np.diff(found) > 0)
         mine = self.keys == name
-        grown = self._grown(mine)
+        grown = self._grown(mine, self.start)
         return SettledStack(
             place=self._place(name, grown if len(grown) else np.flatnonzero(mine)),
             grown_bytes=int(window.max() - window[0]),
@@ -463,15 +487,28 @@ class _LeakSearch:
         return int(np.cumsum(change).max())
 
 
-def goes_on(levels: Ints, warmup: int) -> bool:
-    """Whether growth lasts to the end: see NOTE [How a leak is told], 4."""
-    window, before = levels[warmup:], int(levels[:warmup].max(initial=0))
-    return late_share(window) >= _LATE_SHARE and fading_p_value(window) > _FADING and int(window[-1]) > before
+def period(levels: Ints) -> int:
+    """Steps from one rise to the next; 1 where a series does not rise evenly. See NOTE [How a leak is told], 6."""
+    later = levels[1:]
+    changes = np.diff(later)
+    at = np.flatnonzero(changes > 0)
+    if len(at) < _RISES or (changes < 0).any():
+        return 1
+    gaps, rises = np.diff(at), changes[at]
+    usual = float(np.median(gaps))
+    slack = max(1.0, usual / 4)
+    even = usual >= 2 and np.abs(gaps - usual).max() <= slack
+    lasts = len(changes) - 1 - at[-1] <= usual + slack
+    return round(usual) if even and lasts and rises.max() <= _ALIKE * rises.min() else 1
 
 
-def warmup_of(count: int) -> int:
-    """How many of ``count`` levels to leave out: see NOTE [How a leak is told], 2."""
-    return max(1, min(count // 3, count - _LEAST_LEVELS)) if count > 1 else 0
+def _mean_rise(levels: Ints, at: Ints) -> float:
+    """Bytes per step from the first rise to the last, of a series that rises evenly."""
+    rises = np.flatnonzero(np.diff(levels) > 0)
+    if len(rises) < 2:
+        return 0.0
+    first, last = int(rises[0]), int(rises[-1])
+    return float(levels[last] - levels[first]) / float(at[last] - at[first])
 
 
 def _grouped(blocks: Ints, keys: Ints) -> list[Ints]:

@@ -1,25 +1,20 @@
-"""The phases of a program, and where its steps begin in its trace: by phases, marks, what repeats, or equal parts."""
+"""The phases of a program: setup, and the forward, backward and optimizer phases of its steps."""
 
 from __future__ import annotations
 
-import itertools
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 
 import numpy as np
 
 from vramfit.analysis._lifetimes import Ints, Measure
 from vramfit.analysis.device_timeline import DeviceTimeline
-from vramfit.analysis.trend import theil_sen
-from vramfit.trace import EventKind, MemoryTrace
-from vramfit.trace.frames import short_location, user_frame
-from vramfit.units import MIB
+from vramfit.trace import TEARDOWN, EventKind, MemoryTrace
+
+SETUP = "setup"
+"""The phase before the first forward pass."""
 
 _STEP = re.compile(r"^(?P<loop>.*?)\s*(?P<number>\d+)/(?P<part>.+)$")
-_PAIRED = 200
-"""Levels whose slopes are taken by pairs: their number grows with the square."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,7 +22,7 @@ class Phase:
     """A named stretch of a program. Where it was entered several times, all of them together.
 
     Attributes:
-        name: as the trace has it, ``"step 0/forward"``.
+        name: as the trace has it, ``"step 1/forward"``.
         iteration: the number of the iteration, if the name has one.
         part: what comes after the iteration, ``"forward"``; else the whole name.
         first_row: the first event in it.
@@ -70,49 +65,10 @@ class PhaseSummary:
     last: Phase
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Growth:
-    """What the iterations leave behind.
-
-    What is alive at the end of an iteration tells no growth: gradients that each iteration drops at its start are
-    still there at the end of the last one. What counts is the low-water mark: the bytes that an iteration holds at
-    every moment of it.
-
-    Attributes:
-        iterations: their numbers.
-        end_allocated: bytes at the end of each.
-        least_allocated: the fewest bytes during each.
-        per_iteration: the change of these from one iteration to the next, as the median slope over all pairs, so that
-            what is left at every second iteration counts by half; leaving out the first two
-            iterations, in which optimizer state, gradients and workspaces come into being, and the last one where it
-            holds less than the one before; None with fewer than four.
-        lasts: every change after the first two iterations is one upwards, and there are two at least.
-    """
-
-    iterations: tuple[int, ...]
-    end_allocated: tuple[int, ...]
-    least_allocated: tuple[int, ...]
-    per_iteration: int | None
-    lasts: bool
-
-    @property
-    def is_leak(self) -> bool:
-        """Whether it goes on from iteration to iteration, by a MiB at least."""
-        return self.lasts and self.per_iteration is not None and self.per_iteration >= MIB
-
-    def runs_out_at(self, headroom: int) -> int | None:
-        """The iteration about which memory runs out if it goes on like this; None where nothing leaks.
-
-        Args:
-            headroom: bytes of the card that were never used up to the last iteration.
-        """
-        if not self.is_leak or not self.per_iteration:
-            return None
-        return self.iterations[-1] + max(0, headroom) // self.per_iteration + 1
-
-
 def phases(trace: MemoryTrace, device: int = 0) -> tuple[Phase, ...]:
     """The phases of a trace in the order in which they were first entered; empty if it names none.
+
+    What a program lets go of when it has done its work belongs to none of them.
 
     Args:
         device: index of the device whose memory is meant.
@@ -135,6 +91,8 @@ def phases(trace: MemoryTrace, device: int = 0) -> tuple[Phase, ...]:
     found = []
     for phase, mine in visits.items():
         name = trace.phases[phase]
+        if name == TEARDOWN:
+            continue
         iteration, part = split_name(name)
         found.append(
             Phase(
@@ -151,7 +109,28 @@ def phases(trace: MemoryTrace, device: int = 0) -> tuple[Phase, ...]:
                 duration_us=int(durations[mine].sum()),
             )
         )
-    return tuple(found)
+    return _with_last_end(found, trace, allocated)
+
+
+def _with_last_end(found: list[Phase], trace: MemoryTrace, allocated: Ints) -> tuple[Phase, ...]:
+    """The phases, the last one ended where the teardown is nearest to the end of the same part in the iteration before.
+
+    A program that ends by itself does not say where its last step ends and where it lets go of everything: gradients
+    that each step drops at its end are dropped at the end of the last one, too.
+    """
+    if not found or TEARDOWN not in trace.phases:
+        return tuple(found)
+    torn = np.flatnonzero(trace.phase == trace.phases.index(TEARDOWN))
+    last = max(found, key=lambda phase: phase.last_row)
+    if not len(torn) or torn[0] != last.last_row + 1 or trace.kind[torn[0]] == EventKind.MARKER:
+        return tuple(found)  # the program was told to end, and the mark says where
+    before = [phase for phase in found if phase.part == last.part and phase is not last]
+    if last.iteration is None or not before:
+        return tuple(found)
+    levels = np.append(last.end_allocated, allocated[torn])
+    nearest = np.abs(levels - before[-1].end_allocated).argmin()
+    ended = replace(last, end_allocated=int(levels[nearest]))
+    return tuple(ended if phase is last else phase for phase in found)
 
 
 def split_name(name: str) -> tuple[int | None, str]:
@@ -175,192 +154,3 @@ def summarise(all_phases: tuple[Phase, ...]) -> tuple[PhaseSummary, ...]:
         )
         for part, same in parts.items()
     )
-
-
-def growth(all_phases: tuple[Phase, ...]) -> Growth:
-    """What each iteration leaves behind. A leak shows as a steady positive change."""
-    last_of: dict[int, Phase] = {}
-    least: dict[int, int] = {}
-    for phase in all_phases:
-        if phase.iteration is not None:
-            least[phase.iteration] = min(
-                phase.least_allocated, least.get(phase.iteration, phase.least_allocated)
-            )
-            known = last_of.get(phase.iteration)
-            if known is None or phase.last_row > known.last_row:
-                last_of[phase.iteration] = phase
-    ordered = sorted(last_of.items())
-    levels = tuple(least[number] for number, _ in ordered)
-    settled = levels[2:]
-    if len(settled) > 1 and settled[-1] < settled[-2]:
-        settled = settled[:-1]  # the end of the training lets go of much, whatever comes after it
-    changes = [later - earlier for earlier, later in itertools.pairwise(settled)]
-    return Growth(
-        iterations=tuple(number for number, _ in ordered),
-        end_allocated=tuple(phase.end_allocated for _, phase in ordered),
-        least_allocated=levels,
-        per_iteration=_slope(settled) if changes else None,
-        lasts=len(changes) > 1 and min(changes) > 0,
-    )
-
-
-def _slope(levels: Sequence[int]) -> int:
-    """Bytes by which levels change from one to the next; of very many some are taken, evenly spread."""
-    places = np.unique(np.linspace(0, len(levels) - 1, min(len(levels), _PAIRED)).astype(np.int64))
-    return round(theil_sen(np.asarray(levels)[places], places))
-
-
-LEAST_STEPS = 8
-"""Fewest steps that distinguish growth from chance; see `vramfit.analysis.leaks`."""
-
-_PARTS = 24  # equal parts of a trace in which nothing else tells the steps
-_MOST = 120  # boundaries beyond this are thinned out evenly: tests of more points decide no better
-
-
-class StepSource(Enum):
-    """How the steps of a trace are distinguished."""
-
-    PHASES = "phases"
-    """Phases named ``step N/...``, from the optimizer's steps."""
-    MARKS = "marks"
-    """Marks that the program set."""
-    REPEATS = "repeats"
-    """A line that allocates again and again, evenly over the trace."""
-    QUANTILES = "quantiles"
-    """Equal parts of the time: nothing repeats."""
-    GIVEN = "given"
-    """The caller said where."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Steps:
-    """The boundaries between the steps of a trace.
-
-    Attributes:
-        source: how the steps were found.
-        rows: boundaries, ascending: each is the last event before a step begins, -1 for the state before the trace.
-        numbers: the number of the step that begins at each boundary.
-        unit: what a step is: ``"step"``, or a phrase like ``"repeat of train.py:12"``.
-    """
-
-    source: StepSource
-    rows: Ints
-    numbers: Ints
-    unit: str
-
-    def __len__(self) -> int:
-        """How many steps begin."""
-        return len(self.rows)
-
-
-def steps(trace: MemoryTrace, device: int = 0, *, by: StepSource | None = None) -> Steps:
-    """Find where the steps begin: two phases or three marks decide; else what repeats, and equal parts last.
-
-    Args:
-        device: index of the device whose events are meant.
-        by: take this source, whatever it tells.
-    """
-    if by is not None:
-        return _thinned(_FINDERS[by](trace, device))
-    for find, least in ((_by_phases, 2), (_by_marks, 3), (_by_repeats, LEAST_STEPS)):
-        found = find(trace, device)
-        if len(found) >= least:
-            return _thinned(found)
-    return _by_quantiles(trace, device)
-
-
-def given(rows: Ints) -> Steps:
-    """Steps that begin after the given events."""
-    return Steps(source=StepSource.GIVEN, rows=rows, numbers=np.arange(len(rows)), unit="round")
-
-
-def _thinned(found: Steps) -> Steps:
-    if len(found) <= _MOST:
-        return found
-    keep = np.unique(np.linspace(0, len(found) - 1, _MOST).round().astype(np.int64))
-    return replace(found, rows=found.rows[keep], numbers=found.numbers[keep])
-
-
-def _by_phases(trace: MemoryTrace, device: int) -> Steps:
-    """The first event of every numbered iteration."""
-    number_of = np.array(
-        [-1 if (n := split_name(name)[0]) is None else n for name in trace.phases], dtype=np.int64
-    )
-    rows = np.flatnonzero(trace.device == device)
-    phase = trace.phase[rows]
-    number = np.where(phase >= 0, number_of[phase], -1) if len(number_of) else np.full(len(rows), -1)
-    told, first = np.unique(number, return_index=True)
-    keep = told >= 0
-    starts, numbers = rows[first[keep]] - 1, told[keep]
-    order = np.argsort(starts, kind="stable")
-    return Steps(source=StepSource.PHASES, rows=starts[order], numbers=numbers[order], unit="step")
-
-
-def _by_marks(trace: MemoryTrace, device: int) -> Steps:
-    """The marks of the kind that is set most often: their tags differ in numbers only."""
-    rows = np.flatnonzero((trace.kind == EventKind.MARKER) & (trace.op >= 0))
-    here = rows[trace.device[rows] == device]
-    rows = here if len(here) else rows
-    alike: dict[str, list[int]] = {}
-    for row in rows.tolist():
-        alike.setdefault(re.sub(r"\d+", "#", trace.ops[trace.op[row]]), []).append(row)
-    most = max(alike.items(), key=lambda one: len(one[1]), default=("", []))
-    return Steps(
-        source=StepSource.MARKS,
-        rows=np.array(most[1], dtype=np.int64),
-        numbers=np.arange(len(most[1])),
-        unit=f"mark “{most[0]}”",
-    )
-
-
-def _by_repeats(trace: MemoryTrace, device: int) -> Steps:
-    """The rarest stack that allocates at least `LEAST_STEPS` + 1 times, evenly, over most of the trace."""
-    rows = np.flatnonzero((trace.kind == EventKind.ALLOC) & (trace.device == device))
-    if len(rows) and (trace.op[rows] >= 0).any():
-        rows = rows[trace.op[rows] >= 0]  # what a recorder met at its beginning was allocated by no operator
-    stack = trace.stack[rows]
-    order = np.argsort(stack, kind="stable")
-    used, first, counts = np.unique(stack[order], return_index=True, return_counts=True)
-    for candidate in np.lexsort((first, counts)).tolist():
-        places = order[first[candidate] : first[candidate] + counts[candidate]]
-        if used[candidate] < 0 or counts[candidate] <= LEAST_STEPS:
-            continue
-        gaps = np.diff(places)
-        if places[-1] - places[0] < len(rows) / 2 or gaps.max() > 4 * np.median(gaps):
-            continue
-        frames = tuple(trace.frames[frame] for frame in trace.stacks[used[candidate]])
-        where = short_location(user_frame(frames)) or "the same call"
-        return Steps(
-            source=StepSource.REPEATS,
-            rows=rows[places] - 1,
-            numbers=np.arange(len(places)),
-            unit=f"repeat of {where}",
-        )
-    return Steps(source=StepSource.REPEATS, rows=rows[:0], numbers=rows[:0], unit="repeat")
-
-
-def _by_quantiles(trace: MemoryTrace, device: int) -> Steps:
-    """Equal parts of the time between the first and the last allocation, or of the events where time is unknown."""
-    rows = np.flatnonzero((trace.kind == EventKind.ALLOC) & (trace.device == device))
-    if len(rows) < 2 * _PARTS:
-        return Steps(source=StepSource.QUANTILES, rows=rows[:0], numbers=rows[:0], unit="part of the trace")
-    time = trace.time_us[rows]
-    if time[-1] > time[0] and (np.diff(time) >= 0).all():
-        wanted = np.searchsorted(time, np.linspace(time[0], time[-1], _PARTS + 1), side="left")
-    else:
-        wanted = np.linspace(0, len(rows) - 1, _PARTS + 1).round().astype(np.int64)
-    starts = np.unique(rows[wanted])
-    return Steps(
-        source=StepSource.QUANTILES,
-        rows=starts,
-        numbers=np.arange(len(starts)),
-        unit=f"1/{_PARTS} of the trace",
-    )
-
-
-_FINDERS = {
-    StepSource.PHASES: _by_phases,
-    StepSource.MARKS: _by_marks,
-    StepSource.REPEATS: _by_repeats,
-    StepSource.QUANTILES: _by_quantiles,
-}

@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Any
 
-from vramfit.analysis._phases import growth, phases
+from vramfit.analysis._growth import NO_GROWTH, Growth, growth
+from vramfit.analysis._kept import KeptMemory, kept, with_holders
+from vramfit.analysis._leaks import leaks
+from vramfit.analysis._phases import phases
 from vramfit.analysis.breakdown import Breakdown, Moment, at, oom_row, peak
+from vramfit.analysis.held import held
 from vramfit.analysis.need import Need, estimate_cause, lower_bound, served_by_setting, shown_need
 from vramfit.analysis.shortage import Shortage, context_alone
 from vramfit.analysis.uncompiled import RAN_EAGERLY, CompiledBar, compiled_bar
@@ -43,6 +48,10 @@ _UNBOUNDED = (
 VARIES = 130 * MIB
 """By how much the memory of a card differs from driver to driver: NVML of three cards, each under a driver of its own,
 saw 70 to 130 MiB more than the totals that are known of the same cards elsewhere."""
+
+
+_TESTED = 5
+"""Fewest steps whose memory is looked at by allocating stack: with fewer nothing can be said of any."""
 
 
 class Outcome(Enum):
@@ -135,6 +144,8 @@ class Verdict:
         why: the reasons in words, most important first; empty for a run that fits.
         advice: what was tried and helps, in words.
         close: the card's memory decides by less than it differs from driver to driver.
+        growth: what the iterations leave behind.
+        kept: what the program keeps with each step, epoch, or pass of an evaluation.
         grows_by: bytes by which what every iteration holds grows from one to the next; 0 where nothing leaks.
         runs_out_at: the iteration about which memory runs out if it goes on growing; None where nothing leaks, or
             memory ran out already.
@@ -158,6 +169,8 @@ class Verdict:
     advice: tuple[str, ...]
     bounded: bool = True
     close: bool = False
+    growth: Growth = NO_GROWTH
+    kept: tuple[KeptMemory, ...] = ()
     grows_by: int = 0
     runs_out_at: int | None = None
     any_batch: bool = True
@@ -209,15 +222,32 @@ def verdict(run: Run, *, tensors: int = 100, cards: Iterable[GpuSpec] | None = N
         cards: among which the smallest that would do is sought; None means the catalogue.
     """
     found = _judged(run, tensors, catalogue() if cards is None else tuple(cards))
-    grown = growth(phases(run.trace, found.device.index))
-    goes_on = grown.is_leak and found.fits is not False
     return replace(
         found,
         bounded=all(warning.code not in _UNBOUNDED for warning in run.warnings),
         close=run.source is not Source.CARD and _is_close(found),
-        grows_by=(grown.per_iteration or 0) if grown.is_leak else 0,
-        runs_out_at=grown.runs_out_at(found.device.headroom) if goes_on and found.device.total else None,
+        **_growth(run, found),
     )
+
+
+def _growth(run: Run, found: Verdict) -> dict[str, Any]:
+    """What grows, as fields of the verdict."""
+    device = found.device
+    grown = growth(phases(run.trace, device.index))
+    report = leaks(run.trace, device.index) if len(grown.iterations) >= _TESTED else None
+    each = kept(run.trace, device.index, grown, report)
+    if each:
+        each = with_holders(each, held(run.trace, device.index))
+    by_steps = [one for one in each if one.every]
+    rate = sum(one.bytes_each // one.every for one in by_steps)
+    goes_on = bool(rate) and found.fits is not False and device.total > 0
+    last = grown.iterations[-1] if grown.iterations else 0
+    return {
+        "growth": grown,
+        "kept": each,
+        "grows_by": rate,
+        "runs_out_at": last + max(0, device.headroom) // rate + 1 if goes_on else None,
+    }
 
 
 def _is_close(found: Verdict) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from vramfit.analysis._lifetimes import Ints, Measure
-from vramfit.analysis._phases import StepSource, steps
+from vramfit.analysis._steps import StepSource, steps
 from vramfit.analysis.device_timeline import DeviceTimeline
 from vramfit.trace import MemoryTrace
 

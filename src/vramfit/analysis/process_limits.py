@@ -10,7 +10,7 @@ import numpy as np
 
 from vramfit.allocator import AllocatorConfig
 from vramfit.analysis._lifetimes import Ints, Measure
-from vramfit.analysis._phases import StepSource, steps
+from vramfit.analysis._steps import StepSource, steps
 from vramfit.analysis.device_timeline import DeviceTimeline
 from vramfit.analysis.occupancy import fragmentation
 from vramfit.trace import EventKind, MemoryTrace, Rehearsal

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vramfit.analysis import GrowingStack, LeakReport, Release, leaks
-from vramfit.analysis._leaks import ALPHA
+from vramfit.analysis._growth import ALPHA
 from vramfit.arguments import number_argument
 from vramfit.errors import UsageError, VramfitError
 from vramfit.report import render

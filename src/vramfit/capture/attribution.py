@@ -16,9 +16,10 @@ from types import CodeType, FrameType
 import torch
 from torch import nn
 
+from vramfit.capture.optimizer_rounds import OptimizerRounds
 from vramfit.launch.running import OWN_FOLDERS
 from vramfit.torch_internals.autograd_engine import current_graph_task_id
-from vramfit.trace import Frame, TraceBuilder
+from vramfit.trace import TEARDOWN, Frame, TraceBuilder
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 # Frames of the dispatch machinery itself: they stand between the program's line and our mode, and say nothing.
@@ -43,6 +44,8 @@ class ProgramPhase(Enum):
     FORWARD = "forward"
     BACKWARD = "backward"
     OPTIMIZER = "optimizer"
+    TEARDOWN = TEARDOWN
+    """The program has done its work, and lets go of what it holds."""
 
 
 class StackInterner:
@@ -277,38 +280,55 @@ def _optimizers_stepping() -> int:
 
 
 class PhaseTracker:
-    """Which step and phase the program is in: ``step 0/forward``, ``step 0/backward``, ``step 0/optimizer``.
+    """Which step and phase the program is in: ``step 1/forward``, ``step 1/backward``, ``step 1/optimizer``.
 
-    A phase lasts until another begins. A step ends with an optimizer step that follows a backward pass: two
-    optimizers that step in one iteration (a GAN) therefore count as two steps only if a backward lies between.
-    Passes of a closure that an optimizer calls belong to its step, as many as there are.
+    A phase lasts until another begins. A step is a round of the optimizers (NOTE [What a step is] in
+    optimizer_rounds.py): the next one begins with the first pass after it. Passes of a closure that an optimizer calls
+    belong to its step, as many as there are.
+
+    Attributes:
+        phase: the present one.
+        step: number of the present step, from 1.
+        index: of the present phase in the trace.
+        rounds: the optimizers.
+        before: called with each phase that is about to begin, the same as now included.
+        after: called with each phase that has begun, again where it goes on with another outermost call of a module.
+        on_step: called after each step of an optimizer with whether it ends a round.
+        on_rest: called when a call of an outermost module, a backward pass or a step of an optimizer is over, and
+            before another phase or pass begins.
     """
 
     def __init__(self, builder: TraceBuilder, on_change: Callable[[int], None]) -> None:
         self._builder = builder
         self._on_change = on_change
         self.phase = ProgramPhase.SETUP
-        self.step = 0
+        self.step = 1
+        self.rounds = OptimizerRounds()
+        self.rounds.on_step = self._stepped
         self.before: Callable[[ProgramPhase], object] | None = None
-        """Called with each phase that is about to begin, the same as now included."""
         self.after: Callable[[ProgramPhase], object] | None = None
-        """Called with each phase that has begun, again where it goes on with another outermost call of a module."""
+        self.on_step: Callable[[bool], object] = lambda _: None
+        self.on_rest: Callable[[], object] = lambda: None
         self.index = builder.phase(ProgramPhase.SETUP.value)
-        self._stepped = False
+        self._stepping = False  # an optimizer has begun to step in this step
+        self._round_over = False
         self._closed = False  # the step had passes of a closure
 
     def begin(self, phase: ProgramPhase) -> None:
-        """Enter a phase; entering the current one again changes nothing."""
+        """Enter a phase. Entering the current one again changes nothing; each forward pass is noted all the same."""
         if self.before is not None:
             self.before(phase)
         if self._begins_step(phase):
             self.step += 1
-            self._stepped = self._closed = False
+            self._stepping = self._round_over = self._closed = False
         elif phase is self.phase:
+            if phase is ProgramPhase.FORWARD:
+                self.on_rest()
+                self._on_change(self.index)
             self._tell(phase)
             return
         if phase is ProgramPhase.OPTIMIZER:
-            self._stepped = True
+            self._stepping = True
         self._enter(phase)
         self._tell(phase)
 
@@ -323,21 +343,40 @@ class PhaseTracker:
 
     def _begins_step(self, phase: ProgramPhase) -> bool:
         """Whether a phase is the first of another step than the one before."""
-        if not self._stepped:
+        if not self._stepping:
             return False
         inside = _optimizers_stepping()
         if phase is not ProgramPhase.OPTIMIZER:
             self._closed = self._closed or inside > 0
-            return not inside
+            return self._round_over and not inside
         # After one that had passes of its own; steps inside of another's, or of a backward pass, are parts of it.
-        return self._closed and inside == 1 and current_graph_task_id() == -1
+        return self._round_over and self._closed and inside == 1 and current_graph_task_id() == -1
+
+    def _stepped(self, ends_round: bool) -> None:
+        self._round_over = self._round_over or ends_round
+        self.on_rest()
+        self.on_step(ends_round)
 
     def end_backward(self) -> None:
         """Note that a backward pass is over: after that of a closure the optimizer goes on."""
-        if self._stepped and self.phase is ProgramPhase.BACKWARD and _optimizers_stepping():
+        self.on_rest()
+        if self._stepping and self.phase is ProgramPhase.BACKWARD and _optimizers_stepping():
             self._enter(ProgramPhase.OPTIMIZER)
 
+    def end(self) -> None:
+        """Note that the program has been told to end: what it frees from now on belongs to no step."""
+        if self.phase is not ProgramPhase.TEARDOWN:
+            self._enter(ProgramPhase.TEARDOWN)
+
+    @property
+    def name(self) -> str:
+        """The present phase, as a trace names it."""
+        if self.phase in (ProgramPhase.SETUP, ProgramPhase.TEARDOWN):
+            return str(self.phase.value)
+        return f"step {self.step}/{self.phase.value}"
+
     def _enter(self, phase: ProgramPhase) -> None:
+        self.on_rest()
         self.phase = phase
-        self.index = self._builder.phase(f"step {self.step}/{phase.value}")
+        self.index = self._builder.phase(self.name)
         self._on_change(self.index)

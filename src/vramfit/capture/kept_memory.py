@@ -85,7 +85,7 @@ class _Kept:
     rows: dict[int, int] = field(default_factory=dict)  # with the row from which on each counts
 
 
-class KeptMemory:
+class KeptWatch:
     """Watches a program for memory that it holds beyond its use. See NOTE [When it looks].
 
     Args:
@@ -328,7 +328,7 @@ class _Moment:
     graph_after = _PASSES
     """Passes since the last backward pass after which a graph counts as kept."""
 
-    def __init__(self, watch: KeptMemory) -> None:
+    def __init__(self, watch: KeptWatch) -> None:
         self._builder = watch._meter.builder
         self._before = watch.used_before
         self._now = watch._meter.passes
@@ -366,7 +366,7 @@ class _Between(_Moment):
 class _RanOut(_Moment):
     """Where a request has failed: caught errors, cycles and modules that are gone count whatever their age."""
 
-    def __init__(self, watch: KeptMemory) -> None:
+    def __init__(self, watch: KeptWatch) -> None:
         super().__init__(watch)
         self._graphs = watch._since_backward >= (_PASSES if watch._trained else 2)
 
@@ -378,7 +378,7 @@ class _RanOut(_Moment):
 class _End(_Moment):
     """At the end of the program, where no step is at work: all counts that was not used last."""
 
-    def __init__(self, watch: KeptMemory) -> None:
+    def __init__(self, watch: KeptWatch) -> None:
         super().__init__(watch)
         self._graphs = True
         # What is made ready for a pass is used before it begins.
@@ -411,8 +411,8 @@ def _note(kept: _Kept) -> HolderNote:
     )
 
 
-def watch_kept(meter: StorageMeter[Any], patches: PatchStack) -> KeptMemory:
+def watch_kept(meter: StorageMeter[Any], patches: PatchStack) -> KeptWatch:
     """Watch the program that a meter meters, until `patches` are undone."""
-    watch = KeptMemory(meter)
+    watch = KeptWatch(meter)
     watch.install(patches)
     return watch

@@ -1,10 +1,6 @@
 """Counts the steps of a program, and notes when they ask for the same memory again and again.
 
-NOTE [What a step is]
-With optimizers, a step is a round: it ends when each of them has stepped. The two of a GAN make one step together, as
-do five steps of a critic and one of its generator; batches whose gradients are accumulated belong to the round that
-steps. A step that a GradScaler skips does not count: `Optimizer.step` was not called. An optimizer that another one
-has left behind by `_PATIENCE` steps is not waited for until it steps again.
+With optimizers, a step is a round: see NOTE [What a step is] in optimizer_rounds.py.
 
 Without any optimizer, a step is an outermost call of the largest module called so far: a batch of inference, a token
 of generation.
@@ -19,19 +15,14 @@ import weakref
 from collections.abc import Hashable
 from typing import Any, Protocol
 
-import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from vramfit.capture.attribution import ModuleStack, PhaseTracker, ProgramPhase
 from vramfit.capture.storages import StorageMeter
 from vramfit.launch.stopping import StepSink
 from vramfit.patching import PatchStack
 from vramfit.trace.outcome import End, Unit
-
-_PATIENCE = 10
-"""Steps of one optimizer for which another is waited for: critics step five times for each step of a generator."""
 
 
 class Demand(Protocol):
@@ -60,15 +51,15 @@ class MeteredDemand:
 
 
 class StepCounter:
-    """Counts steps, and ends the program when there were enough. See NOTE [What a step is]."""
+    """Counts steps, and ends the program when there were enough. See the module's first lines."""
 
-    def __init__(self, modules: ModuleStack, demand: Demand, stopping: StepSink) -> None:
+    def __init__(
+        self, modules: ModuleStack, phases: PhaseTracker, demand: Demand, stopping: StepSink
+    ) -> None:
         self._modules = modules
+        self._phases = phases
         self._demand = demand
         self._stopping = stopping
-        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._given_up: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._round: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self._sizes: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self._largest: weakref.ref[nn.Module] | None = None
         self._passing = False  # the last call of the largest module has not been counted yet
@@ -78,17 +69,10 @@ class StepCounter:
         self._steps = self._steady = 0
         self._before: tuple[Hashable, Hashable] | None = None
 
-    def install(self, phases: PhaseTracker, patches: PatchStack) -> None:
+    def install(self, patches: PatchStack) -> None:
         """Follow the phases and the optimizers of this process until `patches` are undone."""
-        original = torch.optim.Optimizer.__init__
-
-        def init(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
-            original(optimizer, *args, **kwargs)
-            self._optimizers.add(optimizer)
-
-        patches.set(torch.optim.Optimizer, "__init__", init)
-        patches.call(register_optimizer_step_post_hook(self._stepped).remove)
-        patches.set(phases, "before", self.begin)
+        patches.set(self._phases, "on_step", self._stepped)
+        patches.set(self._phases, "before", self.begin)
 
     def begin(self, phase: ProgramPhase) -> None:
         """Act on a phase that is about to begin.
@@ -99,11 +83,12 @@ class StepCounter:
         self._stopping.check()
         if phase is ProgramPhase.OPTIMIZER:
             return
-        if phase is ProgramPhase.FORWARD and not self._optimizers:
+        if phase is ProgramPhase.FORWARD and not self._phases.rounds:
             self._forward()
         if self._due:
             self._due = False
             if self._stopping.enough():
+                self._phases.end()
                 self._stopping.stop(End.STEPS)
 
     def close(self) -> None:
@@ -129,17 +114,9 @@ class StepCounter:
         name = self._name if unit is Unit.FORWARD else ""
         self._stopping.note(steps=self._steps, unit=unit, steady=self._steady, module=name)
 
-    def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _stepped(self, ends_round: bool) -> None:
         self._passing = False
-        self._optimizers.add(optimizer)
-        self._given_up.discard(optimizer)
-        self._round[optimizer] = self._round.get(optimizer, 0) + 1
-        missing = [one for one in self._optimizers if one not in self._round and one not in self._given_up]
-        if missing and max(self._round.values()) >= _PATIENCE:
-            self._given_up.update(missing)
-            missing = []
-        if not missing:
-            self._round.clear()
+        if ends_round:
             self._count(Unit.OPTIMIZER)
 
     def _forward(self) -> None:
@@ -165,7 +142,7 @@ class StepCounter:
 
 def count_steps(meter: StorageMeter[Any], stopping: StepSink, patches: PatchStack) -> StepCounter:
     """Count the steps of the program that a meter meters."""
-    counter = StepCounter(meter.modules, MeteredDemand(meter), stopping)
+    counter = StepCounter(meter.modules, meter.phases, MeteredDemand(meter), stopping)
     stopping.lock = meter.lock
-    counter.install(meter.phases, patches)
+    counter.install(patches)
     return counter

@@ -129,7 +129,7 @@ class StorageMeter(Generic[RecordT]):
         lock: held while the allocators and the trace change.
         category: of what is allocated now, where it does not follow from the phase.
         dead_search: finds what only reference cycles hold where a request fails.
-        passes: outermost calls of modules so far; counted by who wants to know what was used when (`KeptMemory`).
+        passes: outermost calls of modules so far; counted by who wants to know what was used when (`KeptWatch`).
         follows_use: whether ops are to note what they use.
         on_oom: called where a request has failed, before the program hears of it.
     """
@@ -142,6 +142,7 @@ class StorageMeter(Generic[RecordT]):
         self.stacks = StackInterner(builder)
         self.modules = ModuleStack(builder)
         self.phases = PhaseTracker(builder, self._mark_phase)
+        self.phases.on_rest = self._note_rest
         self.ops = 0
         self.oom: OomReport | None = None
         self.lock = threading.RLock()
@@ -424,10 +425,22 @@ class StorageMeter(Generic[RecordT]):
                     phase=self.phases.index,
                 )
 
+    def _note_rest(self) -> None:
+        """Note that the program is between two of its works: see `TraceBuilder.rest`."""
+        with self.lock:
+            self.collect()
+            self.builder.rest()
+
     def _mark_phase(self, index: int) -> None:
+        """Mark the beginning of a phase, and of each forward pass with the module that is called."""
+        module = self.modules.current()
         for device in self.machine.devices:
             self.builder.append(
-                EventKind.MARKER, device=device.index, time_us=int(self.machine.clock_us), phase=index
+                EventKind.MARKER,
+                device=device.index,
+                time_us=int(self.machine.clock_us),
+                phase=index,
+                module=module,
             )
 
     def _out_of_memory(self, error: OutOfMemory, device: int, nbytes: int, op: str) -> torch.OutOfMemoryError:

@@ -1,9 +1,10 @@
 """Named ranges around modules and phases, for the profilers that people have: NVTX for Nsight Systems, torch.profiler.
 
 NOTE [Which ranges there are]
-``step 3`` lasts from one optimizer step to the next; within it ``forward``, ``backward`` and ``optimizer`` follow each
-other. A forward phase begins with the first call of a module outside another and ends where the backward pass begins;
-without one it lasts until that call ends. Each call of a module is a range with its path, nested as the calls are.
+``step 3`` is the third round of the optimizers (capture/optimizer_rounds.py); within it ``forward``, ``backward`` and
+``optimizer`` follow each other. A forward phase begins with the first call of a module outside another and ends where
+the backward pass begins; without one it lasts until that call ends. Each call of a module is a range with its path,
+nested as the calls are.
 The backward pass has no ranges of modules: the engine runs nodes, not modules (``emit_nvtx`` shows the nodes).
 A range is closed on the thread that opened it, so ranges of modules that other threads run nest there.
 """
@@ -19,6 +20,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from vramfit.capture.optimizer_rounds import OptimizerRounds
 from vramfit.errors import EnvironmentUnfitError, UsageError
 from vramfit.patching import PatchStack
 from vramfit.record.recorder import watch
@@ -41,7 +43,7 @@ def annotate(
     ['Sequential', 'Sequential.0']
 
     With NVTX, ``nsys profile --trace=cuda,nvtx --cuda-memory-usage=true python train.py`` shows kernels and memory
-    below ``step 0`` > ``forward`` > ``GPT.blocks.0.attention``. Everything installed is gone after the block.
+    below ``step 1`` > ``forward`` > ``GPT.blocks.0.attention``. Everything installed is gone after the block.
 
     Args:
         model: its modules are named by their paths, all other modules by their class.
@@ -66,6 +68,7 @@ def annotate(
     with PatchStack() as patches:
         patches.call(ranges.close)
         watch(ranges, patches)
+        ranges.rounds.follow(patches)
         yield
 
 
@@ -110,8 +113,10 @@ class _Ranges:
         self._owner = threading.get_ident()
         self._phases: list[list[Opened]] = []
         self._phase = ""
-        self._step = 0
-        self._stepped = False
+        self._step = 1
+        self._round_over = False
+        self.rounds = OptimizerRounds()
+        self.rounds.on_step = self._end_round
 
     # -- what the program does ---------------------------------------------------------------------------------------
 
@@ -152,7 +157,9 @@ class _Ranges:
         del optimizer
         if self._is_owner():
             self._end_phase()
-            self._stepped = True
+
+    def _end_round(self, ended: bool) -> None:
+        self._round_over = self._round_over or (ended and self._is_owner())
 
     def new_parameter(self, tensor: torch.Tensor) -> None:
         """Do nothing: parameters have no range."""
@@ -172,8 +179,8 @@ class _Ranges:
         ):  # a backward pass or a step within a module's call: it stays a part
             return
         self._end_phase()
-        if self._stepped and phase != "optimizer":
-            self._stepped = False
+        if self._round_over and phase != "optimizer":
+            self._round_over = False
             self._step += 1
             while self._phases:
                 _close(self._phases.pop())

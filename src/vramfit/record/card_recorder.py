@@ -151,6 +151,7 @@ class CardRecorder(Recorder):
         _recording = self
         try:
             watch(self, self._patches)
+            self._phase.rounds.follow(self._patches)
             call_when_initialized(self._begin)
         except BaseException:
             self._patches.undo()
@@ -200,8 +201,8 @@ class CardRecorder(Recorder):
 
     def count_steps(self, stopping: StepSink, patches: PatchStack) -> StepCounter:
         """Count the program's steps."""
-        counter = StepCounter(self._modules, CardDemand(), stopping)
-        counter.install(self._phase, patches)
+        counter = StepCounter(self._modules, self._phase, CardDemand(), stopping)
+        counter.install(patches)
         return counter
 
     def pinned_bytes(self) -> int:
@@ -302,8 +303,7 @@ class CardRecorder(Recorder):
         stretch = NotedInterval.BUSY
         if phase is ProgramPhase.FORWARD:
             stretch = NotedInterval.FORWARD if torch.is_grad_enabled() else NotedInterval.INFERENCE
-        name = f"step {self._phase.step}/{phase.value}"
-        self._phases.append(PhaseNote(moment=self._moment(), name=name, stretch=stretch))
+        self._phases.append(PhaseNote(moment=self._moment(), name=self._phase.name, stretch=stretch))
 
     # -- notes ---------------------------------------------------------------------------------------------------
 

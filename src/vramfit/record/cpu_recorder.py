@@ -16,7 +16,7 @@ from torch import nn
 from vramfit.allocator import parse_torch_version
 from vramfit.capture import communication_buffers, gathered_parameters
 from vramfit.capture.attribution import ProgramPhase
-from vramfit.capture.kept_memory import KeptMemory, watch_kept
+from vramfit.capture.kept_memory import KeptWatch, watch_kept
 from vramfit.capture.meter_figures import MeterFigures
 from vramfit.capture.step_counter import StepCounter, count_steps
 from vramfit.errors import EnvironmentUnfitError, UsageError
@@ -153,6 +153,7 @@ class CpuRecorder(Recorder):
             raise
         try:
             watch(self, self._patches)
+            self.meter.phases.rounds.follow(self._patches)
             threads.install(self.mode, self._patches)
             self._follow_resizes()
             communication_buffers.install(self.meter, self._patches)
@@ -182,7 +183,7 @@ class CpuRecorder(Recorder):
         return self._end(error)
 
     def _end(self, error: BaseException | None) -> Run:
-        self._result = self._outcome(error)
+        self._result = self._outcome(error, ended=True)
         self.meter.machine.on_event = None
         if self._builder.journal is not None:
             self._builder.journal.close()
@@ -196,7 +197,7 @@ class CpuRecorder(Recorder):
         """Count the program's steps."""
         return count_steps(self.meter, stopping, patches)
 
-    def watch_kept(self, patches: PatchStack) -> KeptMemory:
+    def watch_kept(self, patches: PatchStack) -> KeptWatch:
         """Watch for memory that the program holds beyond its use."""
         return watch_kept(self.meter, patches)
 
@@ -281,7 +282,8 @@ class CpuRecorder(Recorder):
 
     def leave_module(self) -> None:
         """Note that the innermost module returns."""
-        self.meter.modules.leave()
+        if self.meter.modules.leave() and current_graph_task_id() == -1:
+            self.meter.phases.on_rest()
 
     def begin_backward(self) -> None:
         """Note that the backward pass begins."""
@@ -318,7 +320,7 @@ class CpuRecorder(Recorder):
 
     # -- results -------------------------------------------------------------------------------------------------
 
-    def _outcome(self, error: BaseException | None) -> Run:
+    def _outcome(self, error: BaseException | None, *, ended: bool = False) -> Run:
         meter, device = self.meter, self.device
         meter.collect()
         allocator, peaks = meter.machine.devices[0].allocator, meter.peaks()
@@ -333,7 +335,8 @@ class CpuRecorder(Recorder):
                         total_bytes=device.total_bytes,
                         segments=allocator.segments(),
                     ),
-                )
+                ),
+                ended=ended,
             ),
             devices=(
                 DeviceOutcome(

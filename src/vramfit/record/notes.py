@@ -122,7 +122,7 @@ class PhaseNote:
     """The beginning of a phase, or of another stretch of it.
 
     Attributes:
-        name: ``step 0/forward``.
+        name: ``step 1/forward``.
         stretch: what the program does then.
     """
 

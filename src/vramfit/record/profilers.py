@@ -53,7 +53,7 @@ class ProfiledEvent:
         ops: the operators that were running, the innermost first: ``aten::addmm``.
         category: what it is for; None where the trace does not know the block.
         module: dotted path of the module that made it.
-        phase: as ``step 0/forward``, when it was made.
+        phase: as ``step 1/forward``, when it was made.
         line: the program's line that made it.
     """
 

@@ -21,7 +21,7 @@ from torch.nn.modules.module import (
 )
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from vramfit.capture.kept_memory import KeptMemory
+from vramfit.capture.kept_memory import KeptWatch
 from vramfit.capture.step_counter import StepCounter
 from vramfit.errors import UsageError
 from vramfit.failure_line import failure_line
@@ -136,7 +136,7 @@ class Recorder(ABC):
     def count_steps(self, stopping: StepSink, patches: PatchStack) -> StepCounter:
         """Count the program's steps until `patches` are undone; `stopping` receives each."""
 
-    def watch_kept(self, patches: PatchStack) -> KeptMemory | None:
+    def watch_kept(self, patches: PatchStack) -> KeptWatch | None:
         """Watch for memory held beyond its use until `patches` are undone; None where storages are not followed."""
         del patches
         return None

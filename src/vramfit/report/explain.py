@@ -22,6 +22,7 @@ from vramfit.analysis import (
 )
 from vramfit.report.folding import NARROW, folded
 from vramfit.report.fragmentation import pool_to_json
+from vramfit.report.growth_words import growth_words
 from vramfit.report.held import held_lines
 from vramfit.report.json_report import group_to_json, moment_to_json
 from vramfit.report.leaks import LeakLines
@@ -83,6 +84,8 @@ class _ExplainReport(Sections):
         if found.leaks is not None:
             yield Text()
             yield self.heading("Growth")
+            for sentence in growth_words(found.verdict, found.run.progress, self.location):
+                yield from self.wrapped(Text(f"  {sentence}", style="yellow"))
             yield from LeakLines(self.width, self.root).lines(found.leaks)
 
     def headline(self, found: Explanation) -> Iterator[Text]:

@@ -10,12 +10,12 @@ from vramfit.analysis import (
     DeviceVerdict,
     Fragmentation,
     Held,
+    KeptMemory,
     ModuleNode,
     Moment,
     Reconciliation,
     TensorGroup,
     Verdict,
-    growth,
     held,
     hints,
     phases,
@@ -318,8 +318,7 @@ def held_to_json(held: Held) -> dict[str, Any]:
 
 
 def _phases(run: Run, verdict: Verdict) -> dict[str, Any]:
-    found = phases(run.trace, verdict.device.index)
-    grown = growth(found)
+    found, grown = phases(run.trace, verdict.device.index), verdict.growth
     return {
         "phases": [
             {
@@ -339,8 +338,39 @@ def _phases(run: Run, verdict: Verdict) -> dict[str, Any]:
             "end_allocated_bytes": list(grown.end_allocated),
             "least_allocated_bytes": list(grown.least_allocated),
             "bytes_per_iteration": grown.per_iteration,
+            "evidence": grown.evidence.name.lower(),
+            "rises": grown.rises,
+            "last_rise_bytes": grown.last_rise,
             "runs_out_at_iteration": verdict.runs_out_at,
         },
+        "kept": [_kept(one, verdict) for one in verdict.kept],
+    }
+
+
+def _kept(one: KeptMemory, verdict: Verdict) -> dict[str, Any]:
+    """What a program keeps each time, as an entry of ``kept[]``."""
+    place = one.place
+    goes_on = verdict.fits is not False and verdict.device.total > 0
+    return {
+        "each": one.each.value,
+        "every_steps": one.every or None,
+        "unit": one.unit,
+        "times": one.times,
+        "bytes_each": one.bytes_each,
+        "total_bytes": one.total_bytes,
+        "stays": one.stays,
+        "until": frame_to_json(one.until),
+        "without_backward": one.graph,
+        "evaluations": one.evaluations or None,
+        "runs_out_at_evaluation": one.evaluation_at_end(verdict.device.headroom) if goes_on else None,
+        "holder": one.holder,
+        "line": frame_to_json(place.line) if place else None,
+        "library_line": frame_to_json(place.library_line) if place else None,
+        "module": (place.module or None) if place else None,
+        "op": (place.op or None) if place else None,
+        "tensor": (place.tensor or None) if place else None,
+        "category": place.category.name.lower() if place else None,
+        "stacks": one.places,
     }
 
 

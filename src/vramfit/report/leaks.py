@@ -74,7 +74,8 @@ class LeakLines(Sections):
             rounds = (
                 count - 1 if report.steps.source is StepSource.GIVEN else count
             )  # the end has a level of its own
-            text = f" beyond chance in {rounds} {_plural(unit)}"
+            noun = unit.partition(" ")[0]
+            text = f" from {noun} to {noun} beyond chance in {rounds} {_plural(unit)}"
             yield from self.wrapped(Text.assemble(("✓ no memory grows", "bold green"), text))
             rises, falls = _moves(report.levels[report.warmup :])
             if rises > 1 and not falls:
@@ -125,7 +126,8 @@ class LeakLines(Sections):
         p = f"p = {stack.p_value:.2g}" + (
             f" ({stack.adjusted_p:.2g} of all)" if stack.adjusted_p > stack.p_value else ""
         )
-        facts = f"{self.what(stack.place)}; {since}, {counted(stack.blocks, 'block')}, {p}"
+        evenly = f", every {stack.every} {unit}s" if stack.every > 1 else ""
+        facts = f"{self.what(stack.place)}; {since}{evenly}, {counted(stack.blocks, 'block')}, {p}"
         yield from self.wrapped(Text(f"      {facts}", style=STYLES[stack.place.category]), indent=6)
         if stack.release is Release.COLLECTOR:
             text = "      dead: nothing reaches it, only the garbage collector frees it (reference cycles)"
@@ -176,8 +178,6 @@ class LeakLines(Sections):
 
 def _since(report: LeakReport, step: int) -> str:
     """``since step 3``; rounds are counted from 1, the warm-up's among them."""
-    if report.steps.source is StepSource.GIVEN:
-        return f"since round {step + 1}"
     return f"since {report.steps.unit.partition(' ')[0]} {step}"
 
 
@@ -240,6 +240,7 @@ def _growing_json(stack: GrowingStack) -> dict[str, Any]:
         "grown_bytes": stack.grown_bytes,
         "blocks": stack.blocks,
         "first_step": stack.first_step,
+        "every_steps": stack.every,
         "p_value": stack.p_value,
         "adjusted_p": stack.adjusted_p,
         "release": stack.release.name.lower(),

@@ -16,6 +16,7 @@ from vramfit.analysis import (
     held,
     hints,
 )
+from vramfit.report.growth_words import growth_words
 from vramfit.report.held import held_lines
 from vramfit.report.need_words import bar_words, need_words
 from vramfit.report.rendering import printed_as_page
@@ -145,6 +146,7 @@ class _RunReport(Sections):
         if run.progress.is_cut:
             yield from self.wrapped(Text(f"  {unseen_words(run.progress)}"))
         yield from self.error_bar(verdict)
+        yield from self.growth(run, verdict)
         if oom is not None:
             request = format_bytes(oom.requested_bytes)
             place = self.at_line(oom.user_line)
@@ -156,17 +158,17 @@ class _RunReport(Sections):
                 Text(f"  The smallest card with as much is {card.name} ({size}).", style="bright_black")
             )
 
+    def growth(self, run: Run, verdict: Verdict) -> Iterator[Text]:
+        """What grows, and when memory runs out by it."""
+        for sentence in growth_words(verdict, run.progress, self.location):
+            yield from self.wrapped(Text(f"  {sentence}", style="yellow"))
+
     def error_bar(self, verdict: Verdict) -> Iterator[Text]:
         """How far estimated sizes let the peak be off, whether that could change the answer, and how close it is."""
         yield from self.estimated(verdict)
         if verdict.close:
             text = f"This is close: a card's memory differs by up to {format_bytes(VARIES)} from driver to driver."
             yield from self.wrapped(Text(f"  {text}", style="yellow"))
-        if verdict.grows_by:
-            text = f"  Every iteration leaves {format_bytes(verdict.grows_by)} more than the last, probably a leak"
-            if verdict.runs_out_at is not None:
-                text += f": memory runs out about iteration {verdict.runs_out_at}"
-            yield from self.wrapped(Text(f"{text}.", style="yellow"))
 
     def estimated(self, verdict: Verdict) -> Iterator[Text]:
         """How far estimated sizes let the peak be off, and whether that could change the answer."""
@@ -184,6 +186,7 @@ class _RunReport(Sections):
             failed = (("✗ does not fit ", "bold red"), (where, "bold"))
             yield from self.wrapped(Text.assemble(*failed, ": there is no room for the CUDA context"))
         yield from self.error_bar(verdict)
+        yield from self.growth(run, verdict)
         for label, texts in (("why", verdict.why), ("try", verdict.advice)):
             for position, text in enumerate(texts):
                 yield from self.wrapped(

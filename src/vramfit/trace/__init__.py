@@ -10,6 +10,7 @@ from vramfit.trace.estimates import NO_BAR as NO_BAR
 from vramfit.trace.estimates import Estimate as Estimate
 from vramfit.trace.estimates import ReservedBar as ReservedBar
 from vramfit.trace.estimates import reserved_bar as reserved_bar
+from vramfit.trace.model import TEARDOWN as TEARDOWN
 from vramfit.trace.model import Category as Category
 from vramfit.trace.model import EventKind as EventKind
 from vramfit.trace.model import Frame as Frame

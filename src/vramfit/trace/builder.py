@@ -7,9 +7,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from vramfit.trace.journal import TraceJournal
-from vramfit.trace.model import COLUMNS, Category, EventKind, Frame, MemoryTrace, TraceDevice
+from vramfit.trace.model import COLUMNS, TEARDOWN, Category, EventKind, Frame, MemoryTrace, TraceDevice
 
 # Events lie one after the other, all columns of one in 64 bytes: packing them takes a quarter of the time that an
 # append to each column would.
@@ -26,6 +27,13 @@ _CATEGORY_AT, _MODULE_AT, _TENSOR_AT = (
 _FIRST_ROOM = 1 << 15
 _REQUESTED, _COMPLETED = int(EventKind.FREE_REQUESTED), int(EventKind.FREE_COMPLETED)
 _RECATEGORIZED = int(EventKind.RECATEGORIZED)
+_LETS_GO = (
+    EventKind.FREE_REQUESTED,
+    EventKind.FREE_COMPLETED,
+    EventKind.SEGMENT_FREE,
+    EventKind.SEGMENT_UNMAP,
+    EventKind.SNAPSHOT,
+)
 
 
 class _Table:
@@ -85,6 +93,7 @@ class TraceBuilder:
         self._stacks: dict[tuple[int, ...], int] = {}
         self._stack_of: dict[tuple[Frame, ...], int] = {}
         self._frames_of: list[tuple[Frame, ...]] = []
+        self._rest = 0
 
     def __len__(self) -> int:
         """Number of events so far."""
@@ -242,19 +251,36 @@ class TraceBuilder:
         asked = rows[rows["kind"] == EventKind.ALLOC]
         return b"".join(asked[name].tobytes() for name in ("size", "stream", "device"))
 
-    def finish(self, devices: Iterable[TraceDevice] | None = None) -> MemoryTrace:
+    def rest(self) -> None:
+        """Note that the program is between two of its works: what it frees from here to the end is teardown."""
+        self._rest = len(self)
+
+    def _teardown(self, kind: NDArray[np.uint8]) -> int:
+        """The event with which the program began to let go of what it held; their number if it did not."""
+        if not self._rest:
+            return len(kind)
+        works = np.flatnonzero(~np.isin(kind, _LETS_GO))
+        return max(self._rest, int(works[-1]) + 1 if len(works) else 0)
+
+    def finish(self, devices: Iterable[TraceDevice] | None = None, *, ended: bool = False) -> MemoryTrace:
         """The trace so far; the builder can go on afterwards.
+
 
         Args:
             devices: the devices with their final segments; None keeps those given at the start.
+            ended: the program is over: what it let go of since its last work is of the phase `TEARDOWN`.
         """
         rows = np.frombuffer(bytes(memoryview(self._rows)[: self._at]), dtype=_ROW_TYPE)
         columns: dict[str, Any] = {name: rows[name].astype(dtype) for name, dtype in COLUMNS.items()}
+        phases = self._phases.entries
+        if ended and (begin := self._teardown(columns["kind"])) < len(rows):
+            phases = phases if TEARDOWN in phases else [*phases, TEARDOWN]
+            columns["phase"][begin:] = phases.index(TEARDOWN)
         return MemoryTrace(
             **columns,
             ops=tuple(self._ops.entries),
             modules=tuple(self._modules.entries),
-            phases=tuple(self._phases.entries),
+            phases=tuple(phases),
             tensors=tuple(self._tensors.entries),
             frames=tuple(self._frames),
             stacks=tuple(self._stacks),

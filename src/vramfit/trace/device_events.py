@@ -1,6 +1,7 @@
 """The events of one device, and which of them follow one another at the same address.
 
-A mark is a MARKER event whose ``op`` names the tag; a MARKER without one begins a phase.
+A mark is a MARKER event whose ``op`` names the tag; a MARKER without one begins a phase, or a call of an
+outermost module in it.
 """
 
 from __future__ import annotations

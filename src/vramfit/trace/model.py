@@ -43,7 +43,8 @@ class EventKind(IntEnum):
     OOM = 8
     """A request of ``size`` bytes failed; the address column holds the free bytes of the device."""
     MARKER = 9
-    """Nothing happened to memory: a point in time, such as the beginning of a phase."""
+    """Nothing happened to memory: a point in time. With an ``op`` a mark of that name; without, the beginning of a
+    phase, or of one more call of an outermost module in it, whose path is in ``module``."""
     RECATEGORIZED = 10
     """Nothing happened to memory: from here on a block counts as another category. All columns are those of its ALLOC,
     but the category, the time and the phase."""
@@ -118,6 +119,9 @@ COLUMNS: Mapping[str, DTypeLike] = MappingProxyType(
 )
 """Name and type of every column, in the order of the file format."""
 
+TEARDOWN = "teardown"
+"""The phase of what a program frees when it has done its work."""
+
 TABLES: Mapping[str, str] = MappingProxyType(
     {"op": "ops", "stack": "stacks", "module": "modules", "phase": "phases", "tensor": "tensors"}
 )
@@ -153,7 +157,7 @@ class MemoryTrace:
             set on every event.
         ops: operators, such as ``aten.addmm.default``.
         modules: dotted paths below the class of the root module: ``GPT2LMHeadModel.transformer.h.0.attn``.
-        phases: names such as ``step 0/forward``.
+        phases: names such as ``step 1/forward``, steps counted from 1; `TEARDOWN` for what a program frees at its end.
         tensors: dtype and shape: ``bfloat16[4, 1024, 768]``.
         frames: all distinct stack frames.
         stacks: each a tuple of indices into ``frames``, innermost first.

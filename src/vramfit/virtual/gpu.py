@@ -221,7 +221,7 @@ class VirtualGPU:
             self._tell_doubts()
             self._tell_shapes(error)
             self._tell_ranks(error)
-            self._run = self._outcome(error)
+            self._run = self._outcome(error, ended=True)
 
     def _start_asking(self) -> None:
         """Start the process that asks cuDNN, before files are protected: it writes its cache for real."""
@@ -363,7 +363,7 @@ class VirtualGPU:
             self.meter.collect()
             self._metadata.append((len(self._builder), text))
 
-    def _outcome(self, error: BaseException | None) -> Run:
+    def _outcome(self, error: BaseException | None, *, ended: bool = False) -> Run:
         meter, machine = self.meter, self._machine
         meter.collect()
         self._builder.meta["alloc_conf"] = machine.config.to_string()
@@ -374,7 +374,7 @@ class VirtualGPU:
         if oom is not None and (isinstance(error, torch.OutOfMemoryError) or str(error) == oom.message):
             oom = meter.unhandled_oom()
         return Run(
-            trace=self._builder.finish(devices=self._trace_devices()),
+            trace=self._builder.finish(devices=self._trace_devices(), ended=ended),
             devices=tuple(self._device_outcome(index) for index in range(len(machine.devices))),
             oom=oom,
             warnings=tuple(

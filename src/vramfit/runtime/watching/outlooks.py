@@ -5,12 +5,17 @@ but for whole segments, which it can give back. So holes are no more than either
 segment of 20 MiB each time (c10/cuda/CUDACachingAllocator.cpp, kLargeBuffer): the holes grow with it. So where what is
 allocated rises, and the holes do, both count towards the limit. Holes alone make no trend: a cache that fills is given
 back before memory runs out.
+
+NOTE [Warm-up]: a program's imports, the loading of its model and the first step's caches rise like a leak, for a while.
+So nothing is estimated from the first seconds of a figure, and the host's begin anew with the first step, where steps
+are known. And a rise or fall must go on: what has changed by less than half of its share towards the end is none.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field, replace
+from statistics import median
 
 from vramfit.runtime.watching.memory_trend import (
     LEAST,
@@ -26,6 +31,12 @@ from vramfit.runtime.watching.watch_reading import DeviceUse, Outlook, WatchRead
 
 WINDOW = 300.0
 """Seconds of the past that a trend is drawn from."""
+
+WARM_UP = 30.0
+"""Seconds at the beginning of a figure that are left out. See NOTE [Warm-up]."""
+
+_LATE_SHARE = 0.5
+"""The least share of its mean rate at which a figure still rises in the last third of its time."""
 
 _KEPT = 4096
 """Looks that are kept of a figure at most."""
@@ -49,6 +60,7 @@ class _Series:
         wasted: bytes in holes. See NOTE [Holes].
         holes: the same at the ends of steps, by their numbers; of a program without steps by the time.
         records: peaks when they rose.
+        begun: the time from which on it counts.
         peak: the process' own at the end of a step, as last seen.
         limit: bytes, as last seen.
     """
@@ -60,6 +72,7 @@ class _Series:
     wasted: deque[int] = field(default_factory=lambda: deque(maxlen=_WASTED))
     holes: deque[Point] = field(default_factory=lambda: deque(maxlen=_KEPT))
     records: deque[Point] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    begun: float | None = None
     peak: int = 0
     limit: int = 0
 
@@ -88,15 +101,20 @@ class OutlookKeeper:
 
     Args:
         window: seconds of the past that count.
+        warm_up: seconds at the beginning of a figure that do not, of one that is not seen step by step.
     """
 
-    def __init__(self, window: float = WINDOW) -> None:
-        self._window = window
+    def __init__(self, window: float = WINDOW, warm_up: float = WARM_UP) -> None:
+        self._window, self._warm_up = window, warm_up
+        self._stepped = False
         self._series: dict[str, _Series] = {}
 
     def look(self, reading: WatchReading) -> tuple[Outlook, ...]:
         """Take a reading in, and say where its figures are heading."""
         names: list[str] = []
+        if not self._stepped and any(program.steps for program in reading.programs):
+            self._stepped = True
+            self._series.pop("host", None)  # what rose until now was set-up
         for program in reading.programs:
             for device in program.devices:
                 several = f" of {program.pid}" if len(reading.programs) > 1 else ""
@@ -122,6 +140,7 @@ class OutlookKeeper:
     def _note(self, name: str, time: float, value: int, limit: int, step: int = 0) -> _Series:
         series = self._series.setdefault(name, _Series())
         series.limit = limit
+        series.begun = time if series.begun is None else series.begun
         if not series.seen or series.seen[-1][0] < time:
             series.seen.append((time, float(value), step))
         return series
@@ -193,13 +212,16 @@ class OutlookKeeper:
         ends = ends[within(ends, self._window) :]
         if len(ends) >= 2:
             return self._line_of_steps(series, ends)
-        seen = list(series.seen)
+        counts_from = (series.begun or 0.0) + self._warm_up
+        seen = [point for point in series.seen if point[0] >= counts_from]
         seen = seen[within(seen, self._window) :]
         if seen and seen[-1][2] > seen[0][2]:
             points = step_maxima(seen)
         else:
             points = maxima([(time, value) for time, value, _ in seen])
         trend = trend_of(thinned(points))
+        if trend is not None and (trend.rises or trend.falls) and not _goes_on(points):
+            return _Line(points=points, trend=replace(trend, slope=0.0, low=0.0, high=0.0))
         if trend is None or not trend.rises or not series.wasted:
             return _Line(points=points, trend=trend)
         growth, wasted = _with_holes(trend, series, points[0][0])
@@ -229,6 +251,14 @@ class OutlookKeeper:
             on_top=max(above, default=0.0) + wasted,
             per_step=per_step.slope,
         )
+
+
+def _goes_on(points: list[Point]) -> bool:
+    """Whether a rise or a fall lasts to the end, by the medians of its thirds. See NOTE [Warm-up]."""
+    third = max(1, len(points) // 3)
+    values = [value for _, value in points]
+    first, middle, last = (median(part) for part in (values[:third], values[third:-third], values[-third:]))
+    return last != first and (last - middle) * 2 / (last - first) >= _LATE_SHARE
 
 
 def _with_holes(trend: SeriesTrend, series: _Series, begin: float) -> tuple[SeriesTrend, float]:

@@ -200,6 +200,10 @@ def _patch_call(mode: OpRunner, patches: PatchStack) -> None:
             phases.begin(ProgramPhase.FORWARD)
             mode.guesses.new_phase()
 
-    call = watched(nn.Module.__call__, enter, modules.leave)
+    def leave() -> None:
+        if modules.leave() and current_graph_task_id() == -1:
+            phases.on_rest()
+
+    call = watched(nn.Module.__call__, enter, leave)
     mode.meter.stacks.follow_modules(modules, call.__code__)
     patches.set(nn.Module, "__call__", call)

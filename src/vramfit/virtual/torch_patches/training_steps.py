@@ -80,6 +80,7 @@ def _patch_optimizers(mode: OpRunner, patches: PatchStack) -> None:
 
     patches.call(register_optimizer_step_pre_hook(before_step).remove)
     patches.call(register_optimizer_step_post_hook(after_step).remove)
+    mode.meter.phases.rounds.follow(patches)  # hears of a step when its states have their names
 
 
 def _in_backward() -> bool:
