@@ -150,7 +150,11 @@ TENSOR = {"kind": "torch.Tensor", "elements": 1}
     ("changes", "told"),
     [
         ({}, "empty kept when its values have been used, or put x.detach().cpu() into it"),
-        ({"kind": "dict"}, "remove from kept what has been used, or put x.detach().cpu() into it"),
+        ({"kind": "dict", "rows": ((1, 4, 5),)}, "del kept when it has been used, or keep it on the CPU"),
+        (
+            {"kind": "dict", "rows": tuple((row, row, row) for row in range(3))},
+            "remove from kept what has been used, or put x.detach().cpu() into it",
+        ),
         (
             {"kind": "torch.Tensor"},
             "del kept when it has been used, or move it to the CPU until it is used again",

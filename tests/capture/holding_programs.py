@@ -261,7 +261,7 @@ HOLDING = {
         name="checkpoint",
         least_mib=256,
         most_mib=257,
-        remedy="remove from checkpoint",
+        remedy="del checkpoint",
     ),
     "predictions": Program(
         source="predictions = []\nmodel = net()\n"

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from capture.holding_programs import HOLDING, ORDINARY, SETUP, Program
-from vramfit.analysis import Held, HeldAt, held, verdict
+from vramfit.analysis import HeldAt, HeldMemory, held, verdict
 from vramfit.analysis.recorded_run import run_from_trace
 from vramfit.capture.kept_memory import KeptWatch, watch_kept
 from vramfit.patching import PatchStack
@@ -60,7 +60,7 @@ def run(
     return gpu, kept
 
 
-def found(program: Program) -> list[Held]:
+def found(program: Program) -> list[HeldMemory]:
     gpu, kept = run(program)
     assert kept is not None
     assert kept.seconds < 10

@@ -23,7 +23,7 @@ from vramfit.analysis._lifetimes import Ints
 from vramfit.analysis._passes import PassStreak, pass_streaks
 from vramfit.analysis._phases import split_name
 from vramfit.analysis.device_timeline import DeviceTimeline
-from vramfit.analysis.held import Held
+from vramfit.analysis.held import HeldMemory
 from vramfit.trace import TEARDOWN, Category, EventKind, Frame, MemoryTrace
 from vramfit.trace.frames import user_frame
 from vramfit.units import MIB
@@ -112,12 +112,12 @@ def kept(trace: MemoryTrace, device: int, grown: Growth, report: LeakReport | No
     return tuple(found if by_passes is None else [*found, by_passes])
 
 
-def with_holders(each: Sequence[KeptMemory], holders: Sequence[Held]) -> tuple[KeptMemory, ...]:
+def with_holders(each: Sequence[KeptMemory], holders: Sequence[HeldMemory]) -> tuple[KeptMemory, ...]:
     """The same with the names that hold what the same line allocated, where one was found."""
     return tuple(replace(one, holder=_holder(one, holders)) for one in each)
 
 
-def _holder(one: KeptMemory, holders: Sequence[Held]) -> str | None:
+def _holder(one: KeptMemory, holders: Sequence[HeldMemory]) -> str | None:
     """The name that holds most of what a line allocated; None where no name or no line is known."""
     line = one.place.line if one.place is not None else None
     names = [holder for holder in holders if line is not None and holder.line == line]

@@ -31,7 +31,7 @@ class HeldAt(Enum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Held:
+class HeldMemory:
     """What one name of the program held beyond its use. Bytes are those of blocks, as torch counts them.
 
     Attributes:
@@ -65,7 +65,7 @@ class Held:
     remedy: str
 
 
-def held(trace: MemoryTrace, device: int = 0) -> tuple[Held, ...]:
+def held(trace: MemoryTrace, device: int = 0) -> tuple[HeldMemory, ...]:
     """What names of the program held beyond its use, the most bytes first.
 
     A name counts from `vramfit.trace.holder_notes.least_bytes` on: when the device ran out, where that ended the
@@ -80,7 +80,7 @@ def held(trace: MemoryTrace, device: int = 0) -> tuple[Held, ...]:
     return tuple(sorted((one for one in reports if one is not None), key=lambda one: (-one.bytes, one.name)))
 
 
-def _report(trace: MemoryTrace, timeline: DeviceTimeline, note: HolderNote, least: int) -> Held | None:
+def _report(trace: MemoryTrace, timeline: DeviceTimeline, note: HolderNote, least: int) -> HeldMemory | None:
     """What is to be said of a note; None where it was too little, or used after all."""
     lives = timeline.lives
     chosen, since = _blocks(lives, note)
@@ -95,7 +95,7 @@ def _report(trace: MemoryTrace, timeline: DeviceTimeline, note: HolderNote, leas
         if lives.block[alive].sum() < least or last_oom_row(trace, lives.device) is not None:
             return None
     largest = Grouping.of(trace, lives, alive).groups()[0]
-    return Held(
+    return HeldMemory(
         name=note.name,
         where=note.where,
         root=note.root,

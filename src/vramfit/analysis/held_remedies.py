@@ -13,6 +13,8 @@ _CACHE, _CLOSURE, _GENERATOR, _HOOK = (
     "suspended generator or coroutine",
     "hook",
 )
+_COLLECTION = 3
+"""Blocks from which on a mapping that grew, one by one, is more than something that was made at once."""
 _GLOBAL, _LOCAL, _CLASS = "global", "local", "class attribute"
 _NEVER_FREED = "reference cycle through the autograd graph"
 
@@ -88,6 +90,9 @@ def _unused(note: HolderNote, loaded: bool) -> str:
         return f"empty {name} when its values have been used, or put x.detach().cpu() into it"
     if loaded and note.root in (_GLOBAL, _LOCAL):
         return f'del {name} when it has been loaded, or torch.load(..., map_location="cpu")'
+    at_once = len({since for *_, since in note.rows}) < _COLLECTION
+    if note.kind in _MAPPINGS and at_once:
+        return f"del {name} when it has been used, or keep it on the CPU"
     if note.kind in _MAPPINGS:
         return f"remove from {name} what has been used, or put x.detach().cpu() into it"
     if _HOOK in through:

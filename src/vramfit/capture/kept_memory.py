@@ -33,7 +33,7 @@ from vramfit.capture.attribution import ProgramPhase
 from vramfit.capture.storages import StorageMeter, StorageRecord
 from vramfit.holders.chains import Root, Through
 from vramfit.holders.heap import Heap
-from vramfit.holders.holds import Hold, hold_in
+from vramfit.holders.holds import NameHold, hold_in
 from vramfit.patching import PatchStack
 from vramfit.trace import Category
 from vramfit.trace.holder_notes import (
@@ -79,7 +79,7 @@ _OF_MODELS = frozenset({Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMI
 class _Kept:
     """A name and the rows of the blocks that it was found to hold."""
 
-    hold: Hold
+    hold: NameHold
     reason: Beyond
     device: int
     rows: dict[int, int] = field(default_factory=dict)  # with the row from which on each counts
@@ -255,7 +255,7 @@ class KeptWatch:
         )
         self._explained[record.row] = kept
 
-    def _kept_by(self, hold: Hold, reason: Beyond, device: int) -> _Kept:
+    def _kept_by(self, hold: NameHold, reason: Beyond, device: int) -> _Kept:
         """What is noted of a name already, or a new note."""
         for kept in self._kept:
             same = kept.hold.name == hold.name and kept.hold.chain.root is hold.chain.root
@@ -340,7 +340,7 @@ class _Moment:
             return False
         return record.used < self._before or (self._graphs and self._has_graph(record))
 
-    def reason(self, hold: Hold, record: StorageRecord) -> Beyond | None:
+    def reason(self, hold: NameHold, record: StorageRecord) -> Beyond | None:
         """Why what was found counts; None where it does not."""
         if hold.chain.root in (Root.DEAD_CYCLE, Root.GRAPH_CYCLE):
             return Beyond.CYCLE

@@ -37,7 +37,7 @@ _PARTS = ("_parameters", "_buffers", "_modules")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Hold:
+class NameHold:
     """A name of the program and what hangs on it.
 
     Attributes:
@@ -58,7 +58,7 @@ class Hold:
     storages: frozenset[int]
 
 
-def hold_in(heap: Heap, storage: int, *, seconds: float = 1.0) -> Hold | None:
+def hold_in(heap: Heap, storage: int, *, seconds: float = 1.0) -> NameHold | None:
     """Find the name that holds a storage, in a heap that several searches share.
 
     Nothing is kept alive or changed, and no code of the program runs; see `vramfit.holders.owners`.
@@ -87,7 +87,7 @@ class HoldSearch(OwnerSearch):
 
     def __init__(self, heap: Heap) -> None:
         super().__init__(heap, limit=1)
-        self.hold: Hold | None = None
+        self.hold: NameHold | None = None
 
     def _look_for_arrays(self) -> None:
         """Leave numpy arrays aside: they share the memory of no card, and the search takes a second."""
@@ -104,7 +104,7 @@ class HoldSearch(OwnerSearch):
             first = next((one for one in self.toward if type_name(self.objects[one]) in chain.cycle), 0)
             storages = self._reached(first) if first else frozenset()
             kinds = ", ".join(chain.cycle[:3]) + (", …" if len(chain.cycle) > 3 else "")
-            self.hold = Hold(chain=chain, name=kinds, where="", kind="", elements=0, storages=storages)
+            self.hold = NameHold(chain=chain, name=kinds, where="", kind="", elements=0, storages=storages)
         return chain
 
     def _name(self, chain: OwnerChain, number: int, start: str) -> None:
@@ -112,7 +112,7 @@ class HoldSearch(OwnerSearch):
         name, anchor = self._innermost(chain, steps, links, start)
         named = _content(self.objects.get(anchor))
         tensor = is_a(named, torch.Tensor)
-        self.hold = Hold(
+        self.hold = NameHold(
             chain=chain,
             name=name,
             where=_where(chain, start),

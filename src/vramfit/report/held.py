@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from rich.text import Text
 
-from vramfit.analysis import Held, HeldAt
+from vramfit.analysis import HeldAt, HeldMemory
 from vramfit.holders.chains import Root
 from vramfit.report.sections import SIZE, Sections
 from vramfit.report.text import short_op
@@ -25,7 +25,7 @@ _REASONS = {
 }
 
 
-def held_lines(page: Sections, found: Sequence[Held]) -> Iterator[Text]:
+def held_lines(page: Sections, found: Sequence[HeldMemory]) -> Iterator[Text]:
     """The section of a report, an empty line first; nothing where nothing is held."""
     if not found:
         return
@@ -46,7 +46,7 @@ def held_lines(page: Sections, found: Sequence[Held]) -> Iterator[Text]:
         yield Text(f"  {left:>{SIZE}}  by {counted(len(rest), 'other name')}", style="bright_black")
 
 
-def holder_words(held: Held) -> str:
+def holder_words(held: HeldMemory) -> str:
     """Who holds it: ``checkpoint, a global of train``."""
     if held.reason is Beyond.CYCLE:
         return f"a reference cycle of {held.name}"
@@ -57,12 +57,12 @@ def holder_words(held: Held) -> str:
     return f"{held.name}, a {held.root}"
 
 
-def moment_words(held: Held) -> str:
+def moment_words(held: HeldMemory) -> str:
     """When so much was held: ``at the peak``."""
     return _MOMENTS[held.moment]
 
 
-def made_words(held: Held, place: str) -> str:
+def made_words(held: HeldMemory, place: str) -> str:
     """What it is: number of blocks, the line that made them, and why they count."""
     parts = [counted(held.count, "block")]
     if place:

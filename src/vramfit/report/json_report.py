@@ -9,7 +9,7 @@ from vramfit.analysis import (
     NO_CARD,
     DeviceVerdict,
     Fragmentation,
-    Held,
+    HeldMemory,
     KeptMemory,
     ModuleNode,
     Moment,
@@ -298,7 +298,7 @@ def group_to_json(group: TensorGroup) -> dict[str, Any]:
     }
 
 
-def held_to_json(held: Held) -> dict[str, Any]:
+def held_to_json(held: HeldMemory) -> dict[str, Any]:
     """A holder as an entry of ``held[]`` in docs/json.md."""
     return {
         "name": held.name,

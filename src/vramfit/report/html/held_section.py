@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from vramfit.analysis import Held, short_location
+from vramfit.analysis import HeldMemory, short_location
 from vramfit.report.held import TITLE, holder_words, made_words, moment_words
 from vramfit.report.html.markup import Html, join, table, tag
 from vramfit.units import format_bytes
 
 
-def held_html(found: Sequence[Held], *, root: Path | None) -> Html:
+def held_html(found: Sequence[HeldMemory], *, root: Path | None) -> Html:
     """The holders of a device as a table; empty where there are none."""
     if not found:
         return Html()
