@@ -5,7 +5,7 @@
 Each program of `leak_programs` runs on a virtual card of 24 GiB until it is ended at its limit of steps, as with
 ``vramfit run --steps N``, in a fork of a process that has imported everything. A leak is claimed where the report says
 that memory is kept with each step, epoch or pass, or that the host's memory grows with each step; what is seen in too
-few steps is no claim. A claim is right where it names a line of the program's own.
+few steps is no claim. A line is right where the program's own is it, or calls the helper that it is in.
 """
 
 from __future__ import annotations
@@ -63,17 +63,14 @@ def measured(program: LeakProgram, steps: int) -> dict[str, Any]:
                 gc.collect()  # as may happen while a program ends: no figure may come from then
         found = verdict(replace(gpu.run, progress=stopping.progress, host=host.stop() if host else None))
         seen = stopping.progress.steps
-        places = [
-            (one.place.line.filename, one.place.line.line)
-            for one in found.kept
-            if one.place and one.place.line
-        ]
+        places = [one.place.frames for one in found.kept if one.place]
+        lines = [(frame.filename, frame.line) for frame in (places[0] if places else ())]
         words = [f"{one.unit}: {one.bytes_each} bytes" for one in found.kept]
         if host is not None:
             memory = host.seen()
-            places += [(site.file, site.line) for site in memory.growing]
+            lines += [(site.file, site.line) for site in memory.growing[:1]]
             words += [f"host step: {memory.grows_by} bytes"] if memory.grows_by else []
-    right = bool(places) and all(file == program.file and line in program.lines for file, line in places[:1])
+    right = any(file == program.file and line in program.lines for file, line in lines)
     return {
         "program": program.name,
         "plant": program.plant.value,
