@@ -84,9 +84,11 @@ def test_too_few_iterations_say_nothing_of_growth() -> None:
     assert growth(phases(leaking(3, MIB).finish())).per_iteration is None
 
 
-def training(iterations: int, *, kept: int = 0, drops_first: bool = True) -> Recorder:
+def training(iterations: int, *, kept: int = 0, drops_first: bool = True, parameters: int = 0) -> Recorder:
     """Gradients of 64 MiB that each iteration drops at its start or its end; ``kept`` bytes stay from each."""
     recorder = Recorder()
+    if parameters:
+        recorder.alloc("", parameters, Category.PARAMETERS)
     gradients = None
     for iteration in range(iterations):
         recorder.phase(f"step {iteration}/forward")
@@ -124,6 +126,12 @@ def test_too_few_rises_are_seen_and_not_called_a_leak(steps: int, rises: int) ->
     assert (grown.evidence, grown.rises, grown.last_rise) == (GrowthEvidence.TOO_FEW_STEPS, rises, 2 * MIB)
     assert grown.is_suspected
     assert not grown.is_leak
+
+
+def test_a_small_last_rise_is_not_worth_a_sentence() -> None:
+    grown = growth(phases(training(4, kept=MIB, parameters=200 * MIB).finish()))
+    assert (grown.evidence, grown.last_rise) == (GrowthEvidence.TOO_FEW_STEPS, MIB)
+    assert not grown.is_suspected
 
 
 def test_three_rises_of_other_sizes_are_not_called_a_leak() -> None:

@@ -67,3 +67,4 @@ def test_the_unit_stands_once_where_it_is_the_same() -> None:
     assert each_of_sizes(3, MIB, MIB) == "3 × 1.00 MiB"
     assert each_of_sizes(1_200, MIB, 32 * MIB) == "1,200 × 1.00-32.00 MiB"
     assert each_of_sizes(2, KIB, MIB) == "2 × 1.00 KiB-1.00 MiB"
+    assert each_of_sizes(2, 512, 96 * MIB) == "2 × 512 B-96.00 MiB"

@@ -33,6 +33,8 @@ _PAIRED = 120
 """Levels that are tested: of more, some are taken evenly, since pairs of them are compared."""
 _RISES = 3
 """Fewest rises of like size that are called growth."""
+_NOTABLE = 100
+"""A last rise is worth a sentence from this part of the level on, a hundredth: a metric or a counter is not."""
 _ALIKE = 2
 """How many times as large as the smallest the largest of them may be."""
 
@@ -87,8 +89,9 @@ class Growth:
 
     @property
     def is_suspected(self) -> bool:
-        """Whether memory rose by a MiB or more up to the end, in too few iterations to tell a leak."""
-        return self.evidence is GrowthEvidence.TOO_FEW_STEPS and self.last_rise >= MIB
+        """Whether memory rose notably up to the end, by a MiB at least, in too few iterations to tell a leak."""
+        notable = max(MIB, max(self.least_allocated, default=0) // _NOTABLE)
+        return self.evidence is GrowthEvidence.TOO_FEW_STEPS and self.last_rise >= notable
 
 
 NO_GROWTH = Growth(

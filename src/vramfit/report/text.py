@@ -107,7 +107,7 @@ def each_of_sizes(count: int, least: int, most: int) -> str:
         return each(count, most)
     low, high = format_bytes(least), format_bytes(most)
     number, unit = low.split()
-    return f"{count:,} × {number if high.endswith(unit) else low}-{high}"
+    return f"{count:,} × {number if unit == high.split()[1] else low}-{high}"
 
 
 def elide_left(text: str, width: int) -> str:
