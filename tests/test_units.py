@@ -2,7 +2,7 @@
 
 import pytest
 
-from vramfit.units import GIB, format_bytes, is_size, parse_bytes
+from vramfit.units import GIB, MIB, format_bytes, is_size, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,8 @@ def test_a_number_without_a_unit_is_asked_about(text: str) -> None:
     number = text.strip()
     with pytest.raises(ValueError, match="has no unit") as asked:
         parse_bytes(text)
-    assert str(asked.value) == f"{number} has no unit: write {number}GiB, or {number}B for bytes"
+    meant = f"{number}B for bytes" if float(number) >= MIB else f"{number}GiB, or {number}B for bytes"
+    assert str(asked.value) == f"{number} has no unit: write {meant}"
     assert parse_bytes(f"{number}B") == round(float(number.replace("_", "")))
 
 

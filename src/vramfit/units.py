@@ -39,7 +39,8 @@ def parse_bytes(text: str | float) -> int:
     number = match.group(1)
     size = float(number.replace("_", "")) * factor
     if size and not match.group(2):
-        raise ValueError(f"{text.strip()} has no unit: write {number}GiB, or {number}B for bytes")
+        meant = f"{number}B for bytes" if size >= MIB else f"{number}GiB, or {number}B for bytes"
+        raise ValueError(f"{text.strip()} has no unit: write {meant}")
     if size >= _TOO_LARGE:
         raise ValueError(f"{text!r} is larger than any memory")
     return round(size)

@@ -56,7 +56,7 @@ class TestBudget:
     def test_to_the_byte(
         self, vramfit: Command, runner: FakeRunner, script: Path, budget: int, code: int
     ) -> None:
-        found = vramfit("check", script, "--budget", budget, "--gpu", "RTX 4090")
+        found = vramfit("check", script, "--budget", f"{budget}B", "--gpu", "RTX 4090")
         assert found.code == code
         assert found.out.startswith("✓ passed" if code == 0 else "✗ failed")
         assert ("At the peak" in found.out) == (code == 3)
@@ -64,8 +64,8 @@ class TestBudget:
     @pytest.mark.parametrize("kind", ["trace", "report"])
     def test_of_a_file(self, vramfit: Command, kind: str, request: pytest.FixtureRequest) -> None:
         path = request.getfixturevalue(kind)
-        assert vramfit("check", path, "--budget", USED).code == 0
-        assert vramfit("check", path, "--budget", USED - 1).code == 3
+        assert vramfit("check", path, "--budget", f"{USED}B").code == 0
+        assert vramfit("check", path, "--budget", f"{USED - 1}B").code == 3
 
     def test_of_reserved_or_allocated_bytes(self, vramfit: Command, trace: Path) -> None:
         device = RUN.devices[0]
@@ -73,8 +73,8 @@ class TestBudget:
             ("reserved", device.peak_reserved_bytes),
             ("allocated", device.peak_allocated_bytes),
         ):
-            assert vramfit("check", trace, "--budget", size, "--of", quantity).code == 0
-            assert vramfit("check", trace, "--budget", size - 1, "--of", quantity).code == 3
+            assert vramfit("check", trace, "--budget", f"{size}B", "--of", quantity).code == 0
+            assert vramfit("check", trace, "--budget", f"{size - 1}B", "--of", quantity).code == 3
 
     def test_without_a_card_one_of_that_size_is_taken(
         self, vramfit: Command, runner: FakeRunner, script: Path
@@ -150,7 +150,7 @@ class TestBaseline:
         assert runner.options["gpu"].total_bytes == 24 << 30
 
     def test_both_can_be_asked_for(self, vramfit: Command, trace: Path, report: Path) -> None:
-        found = vramfit("check", trace, "--baseline", report, "--budget", USED - 1)
+        found = vramfit("check", trace, "--baseline", report, "--budget", f"{USED - 1}B")
         assert found.code == 3
         assert found.out.count("✓") == 2
 
@@ -212,15 +212,15 @@ def test_limits_are_for_programs(vramfit: Command, runner: FakeRunner, script: P
 
 def test_a_page_is_written(vramfit: Command, trace: Path, report: Path, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
-    assert vramfit("check", trace, "--budget", 1, "--report", page).code == 3
+    assert vramfit("check", trace, "--budget", "1B", "--report", page).code == 3
     assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
-    found = vramfit("check", report, "--budget", USED, "--report", tmp_path / "none.html")
+    found = vramfit("check", report, "--budget", f"{USED}B", "--report", tmp_path / "none.html")
     assert found.code == 2
     assert not (tmp_path / "none.html").exists()
 
 
 def test_json(vramfit: Command, trace: Path, report: Path, tmp_path: Path) -> None:
-    found = vramfit("check", trace, "--budget", USED - 1, "--baseline", report, "--json", "-")
+    found = vramfit("check", trace, "--budget", f"{USED - 1}B", "--baseline", report, "--json", "-")
     document = json.loads(found.out)
     assert found.code == 3
     assert document["schema"] == "vramfit.check/1"

@@ -52,7 +52,7 @@ class TestGitHub:
     def test_a_budget_that_is_not_kept(
         self, vramfit: Command, runner: FakeRunner, script: Path, summary: Path
     ) -> None:
-        found = vramfit("check", script, "--budget", USED - 1, "--gpu", "RTX 4090")
+        found = vramfit("check", script, "--budget", f"{USED - 1}B", "--gpu", "RTX 4090")
         assert found.code == 3
         assert found.out.startswith("✗ failed")
         [command] = commands(found.out)
@@ -75,7 +75,7 @@ class TestGitHub:
     def test_one_that_is_kept(
         self, vramfit: Command, runner: FakeRunner, script: Path, summary: Path
     ) -> None:
-        found = vramfit("check", script, "--budget", USED, "--gpu", "RTX 4090")
+        found = vramfit("check", script, "--budget", f"{USED}B", "--gpu", "RTX 4090")
         assert found.code == 0
         assert not commands(found.out + found.err)
         assert "### ✓ GPU memory" in summary.read_text()
@@ -83,7 +83,7 @@ class TestGitHub:
     def test_json_on_standard_output_stays_alone_there(
         self, vramfit: Command, runner: FakeRunner, script: Path, summary: Path
     ) -> None:
-        found = vramfit("check", script, "--budget", USED - 1, "--gpu", "RTX 4090", "--json", "-")
+        found = vramfit("check", script, "--budget", f"{USED - 1}B", "--gpu", "RTX 4090", "--json", "-")
         assert json.loads(found.out)["passed"] is False
         assert len(commands(found.err)) == 1
 
@@ -109,7 +109,7 @@ class TestGitHub:
         name: str,
     ) -> None:
         monkeypatch.delenv(name)
-        found = vramfit("check", script, "--budget", USED - 1, "--gpu", "RTX 4090")
+        found = vramfit("check", script, "--budget", f"{USED - 1}B", "--gpu", "RTX 4090")
         assert found.code == 3
         assert len(commands(found.out)) == (0 if name == "GITHUB_ACTIONS" else 1)
         assert summary.read_text() == "before\n\n"
@@ -123,7 +123,7 @@ class TestGitHub:
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(summary / "nowhere"))
-        found = vramfit("check", script, "--budget", USED, "--gpu", "RTX 4090")
+        found = vramfit("check", script, "--budget", f"{USED}B", "--gpu", "RTX 4090")
         assert found.code == 0
         assert "Did not write the step summary" in found.err
 
@@ -141,7 +141,7 @@ class TestJunit:
     ) -> None:
         runner.result = replace(RUN, seconds_wall=12.5)
         path = tmp_path / "memory.xml"
-        found = vramfit("check", script, "--budget", budget, "--gpu", "RTX 4090", "--junit", path)
+        found = vramfit("check", script, "--budget", f"{budget}B", "--gpu", "RTX 4090", "--junit", path)
         assert found.code == (3 if failures == "1" else 0)
         suite = suite_of(path)
         assert (suite.get("tests"), suite.get("failures"), suite.get("errors")) == ("2", failures, "0")
@@ -191,6 +191,6 @@ def test_a_traces_paths_of_another_machine_are_told_in_the_message(
 ) -> None:
     trace = tmp_path / "run.vft"
     RUN.trace.save(trace)
-    found = vramfit("check", trace, "--budget", USED - 1)
+    found = vramfit("check", trace, "--budget", f"{USED - 1}B")
     [command] = commands(found.out)
     assert "file=" not in command and "(nets/gpt.py:40)" in command
