@@ -449,7 +449,7 @@ def test_other_versions_and_cards_are_noted() -> None:
 
 @pytest.mark.parametrize(
     ("text", "recorded_bytes", "bound"),
-    [("1%", 1000, 10), ("0.5 %", 1000, 5), ("0%", 1000, 0), ("50MiB", 1, 50 * MIB), ("7", 1000, 7)],
+    [("1%", 1000, 10), ("0.5 %", 1000, 5), ("0%", 1000, 0), ("50MiB", 1, 50 * MIB), ("7B", 1000, 7)],
 )
 def test_tolerances(text: str, recorded_bytes: int, bound: int) -> None:
     tolerance = Tolerance.parse(text)

@@ -216,7 +216,9 @@ class TestCheck:
     @pytest.mark.parametrize(("spare", "code"), [(0, 0), (1, 3)])
     def test_to_the_byte(self, vramfit: Command, ranks: Ranks, spare: int, code: int) -> None:
         used = QUICK.devices[0].peak_reserved_bytes + QUICK.devices[0].context_bytes
-        found = vramfit("check", "train.py", "--ranks", "8", "--gpu", "RTX 4090", "--budget", f"{used - spare}B")
+        found = vramfit(
+            "check", "train.py", "--ranks", "8", "--gpu", "RTX 4090", "--budget", f"{used - spare}B"
+        )
         assert found.code == code
         assert "train.py, rank 0 of 8" in found.out
         assert len(ranks.calls) == 2

@@ -13,7 +13,7 @@ from vramfit.analysis._lifetimes import Ints, Measure
 from vramfit.analysis._steps import StepSource, steps
 from vramfit.analysis.device_timeline import DeviceTimeline
 from vramfit.analysis.occupancy import fragmentation
-from vramfit.trace import EventKind, MemoryTrace, Rehearsal
+from vramfit.trace import TEARDOWN, EventKind, MemoryTrace, Rehearsal
 from vramfit.trace.replay.players import WhatIfPlayer
 from vramfit.trace.replay.replaying import UNKNOWN_TOTAL
 from vramfit.trace.replay.steps import FREE, SPECIAL, Special
@@ -113,9 +113,10 @@ def parked(
     if found.source not in (StepSource.PHASES, StepSource.MARKS) or len(found) < 2:
         return None
     timeline = DeviceTimeline.of(trace, device)
-    rows = [
-        _quietest(timeline.curves.allocated, before, row) for before, row in pairwise(found.rows.tolist())
-    ]
+    ends = [row for row in found.rows.tolist() if not _is_followed_by_teardown(trace, row)]
+    rows = [_quietest(timeline.curves.allocated, before, row) for before, row in pairwise(ends)]
+    if not rows:
+        return None
     held = fragmentation(trace, timeline.lives, rows[-1])
     allocated = int(timeline.curves.allocated[rows[-1]])
     if rehearsal is None:
@@ -135,6 +136,11 @@ def parked(
         peak=player.allocator.peak_reserved_bytes,
         replayed=True,
     )
+
+
+def _is_followed_by_teardown(trace: MemoryTrace, row: int) -> bool:
+    """Whether the program ended after the event ``row``: what it lets go of then is not what it holds between steps."""
+    return row + 1 < len(trace) and trace.phases[trace.phase[row + 1]] == TEARDOWN
 
 
 def _quietest(live: Ints, before: int, row: int) -> int:

@@ -29,7 +29,7 @@ class Tolerance:
 
     @staticmethod
     def parse(text: str) -> Tolerance:
-        """Read ``"1%"``, ``"0.5 %"``, ``"50MiB"`` or a number of bytes.
+        """Read ``"1%"``, ``"0.5 %"``, ``"50MiB"`` or ``"7B"``.
 
         Raises:
             UsageError: it is none of these.

@@ -11,7 +11,6 @@ import typer
 from vramfit.cli.options import Recording, check_alloc_conf
 from vramfit.cli.printing import STANDARD_OUTPUT, check_outputs, write_document
 from vramfit.errors import UsageError
-from vramfit.trace.without_history import RECORD_HISTORY, STATE
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -67,6 +66,8 @@ def _check_requests(trace: MemoryTrace, file: Path, alloc_conf: str | None) -> N
     Raises:
         UsageError: no device has a request, and settings are given.
     """
+    from vramfit.trace.without_history import RECORD_HISTORY, STATE
+
     devices = trace.known_devices
     if alloc_conf is not None and devices and all(trace.is_state(index) for index in devices):
         raise UsageError(
@@ -148,6 +149,8 @@ def _lines(report: ReplayReport, file: Path, width: int) -> Iterator[Text]:
     for device in states:
         yield Text(f"GPU {device.index}: {_state(device)}", style="yellow")
     if states:
+        from vramfit.trace.without_history import RECORD_HISTORY
+
         yield Text(f"{RECORD_HISTORY}.")
     if len(states) == len(report.devices):
         return
@@ -161,6 +164,7 @@ def _lines(report: ReplayReport, file: Path, width: int) -> Iterator[Text]:
 
 def _state(device: DeviceReplay) -> str:
     """What a device whose events were not recorded is."""
+    from vramfit.trace.without_history import STATE
     from vramfit.units import counted, format_bytes
 
     held = f"{format_bytes(device.recorded.peak_allocated)} of {format_bytes(device.recorded.peak_reserved)}"
