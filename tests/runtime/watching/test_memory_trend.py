@@ -176,14 +176,17 @@ def test_holes_without_a_leak_make_no_trend() -> None:
     assert looks_at(0, 20 * MIB, 8 * GIB, 100).trend == "none"
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_no_trend_where_there_is_none(seed: int) -> None:
-    draw, keeper, found = random.Random(seed), OutlookKeeper(), None
-    for look in range(240):
-        held = 8 * GIB + 3 * GIB * draw.random()
-        (found,) = keeper.look(reading(float(look), 0, device(held)))
-    # The interval is of 95 %: one series in forty falls by chance. No look may hear of an end.
-    assert found is not None and found.trend in ("none", "falling") and found.seconds is None
+def test_noise_makes_no_trend_but_by_chance() -> None:
+    """The interval is one of 95 %: of forty series without a trend two are expected to have one, and four are allowed."""
+
+    def trend_of_noise(seed: int) -> str:
+        draw, keeper = random.Random(seed), OutlookKeeper()
+        for look in range(240):
+            (found,) = keeper.look(reading(float(look), 0, device(8 * GIB + 3 * GIB * draw.random())))
+        assert found is not None
+        return found.trend
+
+    assert [trend_of_noise(seed) for seed in range(40)].count("none") >= 36
 
 
 def test_falling_memory_has_no_time_to_a_limit() -> None:
