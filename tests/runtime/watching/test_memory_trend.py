@@ -177,7 +177,7 @@ def test_holes_without_a_leak_make_no_trend() -> None:
 
 
 def test_noise_makes_no_trend_but_by_chance() -> None:
-    """The interval is one of 95 %: of forty series without a trend two are expected to have one, and four are allowed."""
+    """The interval is one of 95 %: two of forty series without a trend may show one; four are allowed."""
 
     def trend_of_noise(seed: int) -> str:
         draw, keeper = random.Random(seed), OutlookKeeper()
