@@ -1,6 +1,6 @@
 """Lets ``python -m vramfit`` do what ``vramfit`` does."""
 
-from vramfit.entry import main
+from vramfit.console_entry import main
 
 if __name__ == "__main__":
     main()

@@ -105,6 +105,28 @@ def test_a_variable_of_a_running_function_is_an_owner() -> None:
     assert (chains[0].root, chains[0].text.rpartition(" ")[2]) == (Root.LOCAL, "mine")
 
 
+def test_a_search_keeps_nothing_that_is_running_alive() -> None:
+    """With the collector off: no frame of the search may be part of a circle, for it leads to all that called it."""
+
+    class Argument:
+        pass
+
+    def called(argument: Argument) -> None:
+        with Heap.now(5.0):
+            pass
+
+    gc.collect()
+    gc.disable()
+    try:
+        argument = Argument()
+        alive = weakref.ref(argument)
+        called(argument)
+        del argument
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
 def test_a_variable_of_another_thread_is_an_owner() -> None:
     ready, done, found = threading.Event(), threading.Event(), []
 

@@ -100,9 +100,9 @@ from vramfit.analysis.groups import TensorGroup as TensorGroup
 from vramfit.analysis.groups import fold_layers as fold_layers
 from vramfit.analysis.groups import fold_path as fold_path
 from vramfit.analysis.groups import module_tree as module_tree
-from vramfit.analysis.held import HeldAt as HeldAt
-from vramfit.analysis.held import HeldMemory as HeldMemory
-from vramfit.analysis.held import held as held
+from vramfit.analysis.held_memory import HeldAt as HeldAt
+from vramfit.analysis.held_memory import HeldMemory as HeldMemory
+from vramfit.analysis.held_memory import held as held
 from vramfit.analysis.need import Need as Need
 from vramfit.analysis.occupancy import Fragmentation as Fragmentation
 from vramfit.analysis.occupancy import fragmentation as fragmentation

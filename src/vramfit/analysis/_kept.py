@@ -23,7 +23,7 @@ from vramfit.analysis._lifetimes import Ints
 from vramfit.analysis._passes import PassStreak, pass_streaks
 from vramfit.analysis._phases import split_name
 from vramfit.analysis.device_timeline import DeviceTimeline
-from vramfit.analysis.held import HeldMemory
+from vramfit.analysis.held_memory import HeldMemory
 from vramfit.trace import TEARDOWN, Category, EventKind, Frame, MemoryTrace
 from vramfit.trace.frames import user_frame
 from vramfit.units import MIB

@@ -12,7 +12,7 @@ from vramfit.analysis._kept import KeptMemory, kept, with_holders
 from vramfit.analysis._leaks import leaks
 from vramfit.analysis._phases import phases
 from vramfit.analysis.breakdown import Breakdown, Moment, at, oom_row, peak
-from vramfit.analysis.held import held
+from vramfit.analysis.held_memory import held
 from vramfit.analysis.need import Need, estimate_cause, lower_bound, served_by_setting, shown_need
 from vramfit.analysis.shortage import Shortage, context_alone
 from vramfit.analysis.uncompiled import RAN_EAGERLY, CompiledBar, compiled_bar

@@ -172,10 +172,15 @@ def storage_of(value: Any) -> int:
 
 
 def _running_frames() -> list[types.FrameType]:
-    """The frames of all threads that do not belong to vramfit."""
+    """The frames of all threads that do not belong to vramfit.
+
+    This function's own frame is among those that it walks: a variable that still had it at the end would be a circle,
+    which keeps the arguments of everything that is running alive until garbage is collected.
+    """
     frames = []
-    for one in list(sys._current_frames().values()):
-        frame: types.FrameType | None = one
+    waiting = list(sys._current_frames().values())
+    while waiting:
+        frame: types.FrameType | None = waiting.pop()
         while frame is not None:
             if not frame.f_code.co_filename.startswith(HERE):
                 frames.append(frame)

@@ -23,7 +23,7 @@ from vramfit.analysis import (
 from vramfit.report.folding import NARROW, folded
 from vramfit.report.fragmentation import pool_to_json
 from vramfit.report.growth_words import growth_words
-from vramfit.report.held import held_lines
+from vramfit.report.held_words import held_lines
 from vramfit.report.json_report import group_to_json, moment_to_json
 from vramfit.report.leaks import LeakLines
 from vramfit.report.rendering import json_values, printed_as_page, to_json

@@ -17,7 +17,7 @@ from vramfit.analysis import (
     hints,
 )
 from vramfit.report.growth_words import growth_words
-from vramfit.report.held import held_lines
+from vramfit.report.held_words import held_lines
 from vramfit.report.need_words import bar_words, need_words
 from vramfit.report.rendering import printed_as_page
 from vramfit.report.sections import SIZE, Sections

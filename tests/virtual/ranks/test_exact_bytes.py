@@ -115,7 +115,8 @@ def test_fsdp2_keeps_the_previous_gather_buffer_through_the_copy_out(rank: Virtu
     # seven layers are kept. Since 2.15 the buffer before goes once a layer is gathered
     # (``release_all_gather_state_for_comm_reuse``): the most are those two, and the part that this rank gathers from.
     most = 2 * 32 * MIB + 32 * MIB // WORLD if at_least(2, 15) else 3 * 32 * MIB
-    assert torch.cuda.max_memory_allocated() - base == most + 7 * given.nbytes
+    # The copy-out puts a table of 1,064 bytes on the card (aten/src/ATen/native/cuda/TensorShape.cu).
+    assert torch.cuda.max_memory_allocated() - base == most + 7 * given.nbytes + 1536
     torch.cuda.reset_peak_memory_stats()
     out.float().sum().backward()
     del out

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vramfit.analysis import HeldMemory, short_location
-from vramfit.report.held import TITLE, holder_words, made_words, moment_words
+from vramfit.report.held_words import TITLE, holder_words, made_words, moment_words
 from vramfit.report.html.markup import Html, join, table, tag
 from vramfit.units import format_bytes
 
