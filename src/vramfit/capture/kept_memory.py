@@ -13,9 +13,9 @@ never more than `_MOST_SECONDS`.
 NOTE [What counts as beyond its use]
 A step that has begun and ended without any operation that had the block, or eight passes since the last backward
 pass. Within such a stretch of passes also what the autograd graph of an earlier pass holds: a forward pass whose graph
-is kept, with no backward pass to come. Whether one came is known later: `vramfit.analysis.held_memory` leaves such blocks out
-that a backward pass may have used. Dead cycles, variables of caught errors, and the parameters of a module that is gone
-count at any time.
+is kept, with no backward pass to come. Whether one came is known later: `vramfit.analysis.held_memory` leaves out such
+blocks that a backward pass may have used. Dead cycles, variables of caught errors, and the parameters of a module that
+is gone count at any time.
 """
 
 from __future__ import annotations
