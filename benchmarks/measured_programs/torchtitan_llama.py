@@ -3,9 +3,11 @@
     python benchmarks/measured_programs/torchtitan_llama.py CLONE [--packages DIR] [--only TEXT] [--steps N]
 
 CLONE is a clone of github.com/pytorch/torchtitan, or its git directory; the commit is checked out elsewhere, and
-nothing of it is kept here. It imports datasets, torchdata, tiktoken, blobfile, tensorboard and triton: install them, or
-name a folder that has them (``pip install --target DIR``). The program runs as its launch script (run_llama_train.sh)
-starts it, with the settings of train_configs/llama3_8b.toml and local batch 2.
+nothing of it is kept here. It imports datasets, torchdata, tiktoken, blobfile, tensorboard and triton, and torchao
+0.7.0 for float8 (newer ones lack a name that it imports): install them, or name a folder that has them (``pip install
+--target DIR``). The program runs as its launch script (run_llama_train.sh) starts it, with the settings of
+train_configs/llama3_8b.toml and local batch 2. With torch.compile it compiles each block; for float8 it has the options
+of docs/float8.md.
 
 Source: docs/performance.md at d4c86e3, tables 1 and 3: torchtitan 9dec370 and torch 1963fc8, both of December 2024, on
 H100 of 96 GB, selective checkpointing, reserved GiB as the program logs them at step 90 (the maximum since step 80).
@@ -37,6 +39,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 from pathlib import Path
 
 from rich.console import Console
@@ -45,9 +48,34 @@ from rich.table import Table
 from vramfit.errors import VramfitError
 from vramfit.writing import write_text
 
-SCHEMA = "vramfit.torchtitan/1"
+SCHEMA = "vramfit.torchtitan/2"
 COMMIT = "9dec370ad26b5f8e9a7333a0e36165018262644b"
-PUBLISHED = {8: 82.4, 128: 67.0}
+
+
+class Technique(StrEnum):
+    """How the program computes."""
+
+    EAGER = "eager"
+    COMPILED = "compiled"
+    FLOAT8 = "compiled, float8"
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Of the command line."""
+        compiled = ("--training.compile",)
+        of_float8 = (
+            "enable_float8_linear",
+            "enable_fsdp_float8_all_gather",
+            "precompute_float8_dynamic_scale_for_fsdp",
+        )
+        float8 = (*compiled, *(f"--float8.{name}" for name in of_float8))
+        return {Technique.EAGER: (), Technique.COMPILED: compiled, Technique.FLOAT8: float8}[self]
+
+
+PUBLISHED = {
+    8: {Technique.EAGER: 82.4, Technique.COMPILED: 77.0, Technique.FLOAT8: 76.8},
+    128: {Technique.EAGER: 67.0, Technique.COMPILED: 62.0, Technique.FLOAT8: 61.8},
+}
 """GiB, by ranks."""
 GIB = 1 << 30
 WORDS = 128_000
@@ -70,11 +98,13 @@ class Setting:
 
     Attributes:
         ranks: in the world.
+        technique: how it computes.
         expandable: with the launch script's ``expandable_segments:True``.
         as_then: see NOTE [What torch did then].
     """
 
     ranks: int
+    technique: Technique
     expandable: bool
     as_then: bool
 
@@ -82,7 +112,13 @@ class Setting:
     def name(self) -> str:
         """In words."""
         torch = "torch as in 2024" if self.as_then else "torch as it is"
-        return f"FSDP {self.ranks}, {torch}, {'expandable segments' if self.expandable else 'plain segments'}"
+        segments = "expandable segments" if self.expandable else "plain segments"
+        return f"FSDP {self.ranks}, {self.technique.value}, {torch}, {segments}"
+
+    @property
+    def published(self) -> float:
+        """What the authors measured, in GiB."""
+        return PUBLISHED[self.ranks][self.technique]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,19 +129,30 @@ class Outcome:
         setting: how it was run.
         reserved: GiB that the program logged at its last line.
         allocated: bytes at the peak.
+        below, above: bytes by which the report says that the peak of reserved memory may be lower and higher.
         seconds: of the run here.
     """
 
     setting: Setting
     reserved: float
     allocated: int
+    below: int
+    above: int
     seconds: float
+
+    @property
+    def within(self) -> bool:
+        """Whether the published figure, which is rounded to a tenth, lies within the bar."""
+        published, half = self.setting.published, 0.05
+        least, most = self.reserved - self.below / GIB, self.reserved + self.above / GIB
+        return least - half <= published <= most + half
 
 
 def settings() -> Iterator[Setting]:
     """All rows."""
-    for ranks, as_then, expandable in itertools.product(PUBLISHED, (False, True), (True, False)):
-        yield Setting(ranks=ranks, expandable=expandable, as_then=as_then)
+    for technique, ranks, as_then in itertools.product(Technique, PUBLISHED, (False, True)):
+        for expandable in (True, False) if technique is Technique.EAGER else (False,):
+            yield Setting(ranks=ranks, technique=technique, expandable=expandable, as_then=as_then)
 
 
 def checked_out(clone: Path, folder: Path) -> Path:
@@ -150,6 +197,7 @@ def command(setting: Setting, folder: Path, result: Path, steps: int) -> list[st
         *("--job.config_file", "./train_configs/llama3_8b.toml", "--training.batch_size", "2"),
         *("--training.steps", str(steps), "--model.tokenizer_path", str(folder / "tokenizer.model")),
         *("--training.dataset", "c4_test", "--training.dataset_path", str(folder / "texts")),
+        *setting.technique.options,
     ]
 
 
@@ -169,25 +217,32 @@ def run(setting: Setting, program: Path, environ: Mapping[str, str], steps: int)
     if not logged or not result.exists():
         raise VramfitError(f"{setting.name} failed: {(done.stderr or done.stdout).strip().splitlines()[-1]}")
     (rank,) = json.loads(result.read_text())["ranks"]
+    peak = rank["peak"]
     return Outcome(
         setting=setting,
         reserved=float(logged[-1][1]),
-        allocated=rank["peak"]["allocated_bytes"],
+        allocated=peak["allocated_bytes"],
+        below=peak["reserved_error"]["below_bytes"],
+        above=peak["reserved_error"]["above_bytes"],
         seconds=rank["seconds_wall"],
     )
 
 
 def table(outcomes: list[Outcome]) -> Table:
     """A line for each run."""
-    out = Table("run", "allocated, GiB", "reserved, GiB", "published", "error", "seconds here")
+    out = Table(
+        "run", "allocated, GiB", "reserved, GiB", "bar", "published", "error", "within", "seconds here"
+    )
     for one in outcomes:
-        published = PUBLISHED[one.setting.ranks]
+        published = one.setting.published
         out.add_row(
             one.setting.name,
             f"{one.allocated / GIB:.2f}",
             f"{one.reserved:.2f}",
+            f"-{one.below / GIB:.2f} +{one.above / GIB:.2f}",
             f"{published:.1f}",
             f"{one.reserved / published - 1:+.1%}",
+            "yes" if one.within else "no",
             f"{one.seconds:.0f}",
         )
     return out
