@@ -42,6 +42,22 @@ def test_a_remedy_is_told_once() -> None:
     assert "no help, peak reserved" not in text.split("→")[1]
 
 
+def test_what_was_not_tried_is_no_remedy() -> None:
+    found = causes(cases.many_sizes())
+    untried = [one for cause in found.causes for one in cause.remedies if not one.tested]
+    text = " ".join(render(found, width=100).split())
+    assert untried
+    assert not [one for one in untried if one.text in text]
+    listed = [one["text"] for cause in to_json(found)["causes"] for one in cause["remedies"]]
+    assert {one.text for one in untried} <= set(listed)
+
+
+def test_what_the_recording_computes_is_one() -> None:
+    text = " ".join(render(causes(cases.oom_of_live_memory()), width=100).split())
+    assert "→ ask for at most" in text
+    assert "hold less at this moment" not in text
+
+
 @pytest.mark.parametrize(
     "make", [cases.checkpoint_in_a_step, cases.oom_of_alternating_blocks, cases.many_sizes]
 )

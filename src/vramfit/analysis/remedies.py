@@ -46,6 +46,7 @@ class Remedy:
         baseline: that peak under the recorded settings, also in a replay on an empty card.
         ooms: requests that fail under them in the replay.
         baseline_ooms: failing requests under the recorded settings.
+        computed: no replay is needed, for the recording itself has the figures of its effect.
     """
 
     kind: RemedyKind
@@ -55,6 +56,12 @@ class Remedy:
     baseline: int | None = None
     ooms: int = 0
     baseline_ooms: int = 0
+    computed: bool = False
+
+    @property
+    def tested(self) -> bool:
+        """Whether more than an idea: replayed, or computed from the recording. Reports print no others."""
+        return self.computed or self.helps is not None
 
     @property
     def helps(self) -> bool | None:
@@ -117,7 +124,7 @@ def of_a_state(cause: str, given_back: int) -> tuple[Remedy, ...]:
     """
     if cause == "CACHED" and given_back:
         text = f"torch.cuda.empty_cache() would give back {format_bytes(given_back)} here"
-        return (_words(RemedyKind.EMPTY_CACHE, text),)
+        return (replace(_words(RemedyKind.EMPTY_CACHE, text), computed=True),)
     return _WORDS[cause] if cause in ("PENDING_FREE", "PRIVATE_POOL", "ROUNDING") else ()
 
 
@@ -224,9 +231,8 @@ _WORDS: dict[str, tuple[Remedy, ...]] = {
 
 def _live_memory(capacity: int, largest: int, uneven: bool) -> tuple[Remedy, ...]:
     if not capacity:
-        return (
-            _words(RemedyKind.LARGER_CARD, "a larger card: whatever the program does, its context stays"),
-        )
+        text = "a larger card: whatever the program does, its context stays"
+        return (replace(_words(RemedyKind.LARGER_CARD, text), computed=True),)
     less = _words(
         RemedyKind.HOLD_LESS,
         "hold less at this moment: a smaller batch or sequence, activation checkpointing, a lower precision, "
@@ -236,5 +242,5 @@ def _live_memory(capacity: int, largest: int, uneven: bool) -> tuple[Remedy, ...
     found.append(less)
     if largest:
         text = f"ask for at most {format_bytes(largest)} at once here, for instance in chunks"
-        found.append(_words(RemedyKind.SMALLER_REQUEST, text))
+        found.append(replace(_words(RemedyKind.SMALLER_REQUEST, text), computed=True))
     return tuple(found)

@@ -92,12 +92,12 @@ class _FragmentationReport(Sections):
         )
 
     def cause(self, cause: FragmentationCause, told: set[Remedy]) -> Iterator[Text]:
-        """One cause with its evidence and remedies; remedies that were ``told`` before appear by name only."""
+        """One cause with its evidence and tested remedies; those ``told`` before appear by name only."""
         indent = SIZE + 4
         head = Text.assemble((f"  {format_bytes(cause.bytes):>{SIZE}}  ", "bold"), cause.kind.value)
         yield from self.wrapped(head, indent=indent)
         yield from self.wrapped(Text(f"{'':{indent}}{cause.evidence}", style="bright_black"), indent=indent)
-        for remedy in cause.remedies[:2]:
+        for remedy in tested_remedies(cause)[:2]:
             text = (
                 f"as above: {remedy.alloc_conf or remedy.kind.value}"
                 if remedy in told
@@ -256,6 +256,11 @@ def pool_to_json(pool: PoolUse) -> dict[str, Any]:
         "releasable_bytes": pool.releasable,
         "inactive_split_bytes": pool.inactive_split,
     }
+
+
+def tested_remedies(cause: FragmentationCause) -> list[Remedy]:
+    """The remedies that a report prints: those whose effect is known. `to_json` has the others too."""
+    return [remedy for remedy in cause.remedies if remedy.tested]
 
 
 def remedy_text(remedy: Remedy) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests import snapshot_kinds
 
 from analysis.synthetic import Recorder, fitting_run, oom_run
 from report.html.pages import EVIL, evil, leaking, recording, simple, two_cards
@@ -20,7 +21,7 @@ from vramfit.errors import TraceFormatError
 from vramfit.report import render_html, render_trace_html, write_page
 from vramfit.report.html import columns
 from vramfit.report.html.markup import Html, tag
-from vramfit.trace import Category, EventKind, MemoryTrace, Run, TraceBuilder
+from vramfit.trace import Category, EventKind, MemoryTrace, Run, TraceBuilder, trace_from_snapshot
 from vramfit.units import MIB, format_bytes
 
 
@@ -151,8 +152,16 @@ def test_a_recording_says_that_its_card_is_not_known() -> None:
 def test_advice_is_on_the_page() -> None:
     text = Document(render_trace_html(recording("expandable-3gpu-oom"))).text
     assert "live memory fills the card" in text
-    assert "move layers to the cards that hold less" in text
+    assert "move layers to the cards that hold less" not in text  # nobody tried
     assert "Would the request of 4.94 GiB have fitted? Not at all: what is alive" in text
+
+
+def test_a_state_is_shown_as_one() -> None:
+    text = Document(render_trace_html(trace_from_snapshot(snapshot_kinds.torch_26()))).text
+    assert text.count("When the snapshot was dumped") == 2
+    assert "no timeline can be drawn" in text
+    for word in ("fullest moment", "reached its peak", "event -1", "The timeline as a table"):
+        assert word not in text
 
 
 def test_a_leak_is_on_the_page() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from vramfit.analysis import (
     NAMES,
+    FragmentationCause,
     FragmentationCauses,
     LeakReport,
     LeakVerdict,
@@ -19,7 +20,7 @@ from vramfit.analysis import (
     tune,
 )
 from vramfit.errors import TraceFormatError
-from vramfit.report.fragmentation import answer_text, remedy_text, verdict_text
+from vramfit.report.fragmentation import answer_text, remedy_text, tested_remedies, verdict_text
 from vramfit.report.html.columns import DeviceView
 from vramfit.report.html.markup import Html, details, join, table, tag
 from vramfit.report.text import each, short_op
@@ -126,20 +127,17 @@ def _causes(found: FragmentationCauses, root: Path | None) -> Iterator[Html]:
     yield tag("h3", "Why more is reserved than was asked for")
     spare = max(0, found.fragmentation.reserved - found.requested)
     when = f"event {found.moment.row:,}" if found.moment.row >= 0 else "the beginning"
-    yield tag(
-        "p",
-        f"At {when}, where the reserved memory reached its peak or a request failed, {format_bytes(spare)} of "
-        f"{format_bytes(found.fragmentation.reserved)} reserved bytes were asked for by nobody.",
-    )
+    when = f"At {when}, where the reserved memory reached its peak or a request failed"
+    when = "When the snapshot was dumped" if found.is_state else when
+    reserved = format_bytes(found.fragmentation.reserved)
+    yield tag("p", f"{when}, {format_bytes(spare)} of {reserved} reserved bytes were asked for by nobody.")
     if found.causes:
         rows = (
             (
                 format_bytes(cause.bytes),
                 tag("span", cause.kind.value, class_="strong"),
                 cause.evidence,
-                join(_remedy(remedy) for remedy in cause.remedies[:3])
-                if cause.remedies
-                else "nothing needs to be done",
+                _remedies(cause),
             )
             for cause in found.causes[:_CAUSES]
         )
@@ -148,6 +146,13 @@ def _causes(found: FragmentationCauses, root: Path | None) -> Iterator[Html]:
         yield from _out_of_memory(found)
     if found.pins:
         yield details("The live blocks that lie beside free memory", _pins(found, root))
+
+
+def _remedies(cause: FragmentationCause) -> Html | str:
+    """What was tried against a cause; without a cure to look for, or one that could be tried, that is said."""
+    if not cause.remedies:
+        return "nothing needs to be done"
+    return join(_remedy(remedy) for remedy in tested_remedies(cause)[:3]) or "none was tried"
 
 
 def _remedy(remedy: Remedy) -> Html:

@@ -268,7 +268,9 @@ def _page(
                 join(
                     [
                         held_html(held(trace, part.view.device.index), root=root),
-                        device_tables(part.breakdown, root=root),
+                        device_tables(
+                            part.breakdown, is_state=trace.is_state(part.view.device.index), root=root
+                        ),
                     ]
                 )
                 for part in parts

@@ -120,7 +120,10 @@ _LINES = 30
 
 
 def timeline_text(trace: MemoryTrace, view: DeviceView) -> Html:
-    """The timeline as sentences and a table of its fullest moments."""
+    """The timeline as sentences and a table of its fullest moments; of a snapshot without history, why none."""
+    if trace.is_state(view.device.index):
+        text = "The snapshot has no history: it shows one moment, and no timeline can be drawn from it."
+        return tag("p", text, class_="note")
     over = timeline(trace, view.device.index, points=_MOMENTS)
     kinds = [kind for kind in NAMES if over.categories[kind].any()]
     heads = ("event", "phase", "allocated", "reserved", *(NAMES[kind] for kind in kinds))
@@ -203,18 +206,21 @@ def _block_row(trace: MemoryTrace, view: DeviceView, block: int, root: Path | No
     )
 
 
-def device_tables(found: Breakdown, *, root: Path | None) -> Html:
-    """Categories, modules, tensors and lines at the moment that the page is about."""
+def device_tables(found: Breakdown, *, is_state: bool, root: Path | None) -> Html:
+    """Categories, modules, tensors and lines at the moment that the page is about.
+
+    Args:
+        found: the memory at that moment.
+        is_state: the recording is a snapshot without history: the moment is that of the dump.
+        root: paths are given from here.
+    """
     when = f"event {found.moment.row:,}" if found.moment.row >= 0 else "before the first event"
     if found.moment.phase:
         when += f", {found.moment.phase}"
+    when = "When the snapshot was dumped" if is_state else f"At the fullest moment ({when})"
     return join(
         [
-            tag(
-                "p",
-                f"At the fullest moment ({when}), {format_bytes(found.allocated)} allocated.",
-                class_="help",
-            ),
+            tag("p", f"{when}, {format_bytes(found.allocated)} allocated.", class_="help"),
             _tensors(found, root),
             details("By category", _categories(found)),
             details("By module", _modules(found)),
