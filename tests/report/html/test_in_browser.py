@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests import snapshot_kinds
 
 from analysis.synthetic import oom_run
 from report.html.browser import Opened
@@ -15,7 +16,7 @@ from report.html.pages import evil as evil_run
 from vramfit.analysis import fragmentation, lifetimes, peak, verdict
 from vramfit.report.html import advice, write_page
 from vramfit.report.html import page as page_module
-from vramfit.trace import EventKind, MemoryTrace, Run, TraceBuilder
+from vramfit.trace import EventKind, MemoryTrace, Run, TraceBuilder, trace_from_snapshot
 from vramfit.units import MIB, format_bytes
 
 
@@ -365,6 +366,16 @@ def test_a_narrow_window(folder: Path, show: Open) -> None:
     opened.settle()
     opened.settle()
     assert opened.page.evaluate("vramfit.current.view.width") == pytest.approx(900 - 40 - 90, abs=20)
+
+
+def test_a_snapshot_without_history_is_one_moment(folder: Path, show: Open) -> None:
+    opened = show(written(folder, trace_from_snapshot(snapshot_kinds.torch_26()), "dump"))
+    visible = {
+        name: opened.page.locator(f"#s-{name}").is_visible() for name in ("timeline", "moment", "blocks")
+    }
+    assert visible == {"timeline": False, "moment": True, "blocks": False}
+    assert opened.page.text_content("#h-flames") == "Where the memory belongs, at the time of the dump"
+    assert opened.page.locator("nav a").all_text_contents()[0] == "At one moment"
 
 
 @pytest.mark.parametrize("source", [TraceBuilder().finish(), evil_run()], ids=["empty", "evil"])

@@ -159,8 +159,16 @@ def test_advice_is_on_the_page() -> None:
 def test_a_state_is_shown_as_one() -> None:
     text = Document(render_trace_html(trace_from_snapshot(snapshot_kinds.torch_26()))).text
     assert text.count("When the snapshot was dumped") == 2
+    assert "When it was dumped, GPU 0 had" in text
     assert "no timeline can be drawn" in text
-    for word in ("fullest moment", "reached its peak", "event -1", "The timeline as a table"):
+    for word in (
+        "fullest moment",
+        "peak allocated",
+        "its peak",
+        "event -1",
+        "The timeline as a table",
+        "Leaks",
+    ):
         assert word not in text
 
 

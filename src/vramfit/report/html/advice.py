@@ -137,7 +137,7 @@ def _causes(found: FragmentationCauses, root: Path | None) -> Iterator[Html]:
                 format_bytes(cause.bytes),
                 tag("span", cause.kind.value, class_="strong"),
                 cause.evidence,
-                _remedies(cause),
+                _remedies(cause, of_dump=found.is_state),
             )
             for cause in found.causes[:_CAUSES]
         )
@@ -148,9 +148,9 @@ def _causes(found: FragmentationCauses, root: Path | None) -> Iterator[Html]:
         yield details("The live blocks that lie beside free memory", _pins(found, root))
 
 
-def _remedies(cause: FragmentationCause) -> Html | str:
+def _remedies(cause: FragmentationCause, *, of_dump: bool) -> Html | str:
     """What was tried against a cause; without a cure to look for, or one that could be tried, that is said."""
-    if not cause.remedies:
+    if not cause.remedies and not of_dump:
         return "nothing needs to be done"
     return join(_remedy(remedy) for remedy in tested_remedies(cause)[:3]) or "none was tried"
 

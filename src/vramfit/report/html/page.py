@@ -243,19 +243,21 @@ def _page(
     growing = grow_html(
         {part.view.device.index: found for part, found in zip(parts, advice, strict=True)}, root
     )
+    is_dump = bool(parts) and all(trace.is_state(part.view.device.index) for part in parts)
     policy = (
         f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; img-src data:; "
         "base-uri 'none'; form-action 'none'"
     )
     values: dict[str, str] = {
         "first_device": "" if first is None else str(first),
+        "body_class": "of-dump" if is_dump else "",
         "policy": policy,
         "version": join([metadata.version("vramfit")]),
         "title": join([f"{words.title} · vramfit"]),
         "style": style,
         "program": join([words.program]),
         "device_choice": _device_choice(parts, first),
-        "navigation": _navigation(words, grows=bool(growing)),
+        "navigation": _navigation(words, grows=bool(growing), is_dump=is_dump),
         "ranks": words.ranks,
         "summary": words.summary,
         "growing": leaks_section(growing) if growing else "",
@@ -285,7 +287,7 @@ def _page(
             ],
         ),
         "leaks": ""
-        if growing
+        if growing or is_dump
         else leaks_section(_each(parts, first, [leaks_html(found, root=root) for found in advice])),
         "warnings": words.warnings,
         "footer": join([words.footer]),
@@ -374,7 +376,7 @@ def _device_choice(parts: Sequence[_Part], first: int | None) -> Html:
     return tag("label", "Device ", tag("select", options, id="device-choice"))
 
 
-def _navigation(words: _Words, *, grows: bool) -> Html:
+def _navigation(words: _Words, *, grows: bool, is_dump: bool) -> Html:
     links = [
         ("s-timeline", "Over time"),
         ("s-moment", "At one moment"),
@@ -383,7 +385,10 @@ def _navigation(words: _Words, *, grows: bool) -> Html:
         ("s-tensors", "Tensors"),
         ("s-fragmentation", "Fragmentation"),
     ]
-    links.insert(0 if grows else len(links), ("s-leaks", "Leaks"))
+    if is_dump:
+        links = [link for link in links if link[0] not in ("s-timeline", "s-blocks")]
+    else:
+        links.insert(0 if grows else len(links), ("s-leaks", "Leaks"))
     if words.ranks:
         links.insert(0, ("s-ranks", "Ranks"))
     if words.warnings:
@@ -412,7 +417,12 @@ def _run_summary(run: Run, verdict: Verdict, root: Path | None) -> Html:
             if texts
         ),
         *(
-            device_figures(device, several=len(verdict.devices) > 1, scale=bars_scale(verdict.devices))
+            device_figures(
+                device,
+                several=len(verdict.devices) > 1,
+                scale=bars_scale(verdict.devices),
+                is_state=run.trace.is_state(device.index),
+            )
             for device in verdict.devices
         ),
         class_="verdict",
@@ -425,6 +435,10 @@ def _recorded(run: Run, verdict: Verdict) -> list[str]:
     name = " ".join(run.program) or "recording"
     if device.index < 0:
         return [name, "The recording holds no events on a device."]
+    if run.trace.is_state(device.index):
+        held = f"{format_bytes(device.peak_allocated)} allocated and {format_bytes(device.peak_reserved)} reserved"
+        text = f"When it was dumped, GPU {device.index} had {held}. The snapshot does not say how large the card is."
+        return [name, text]
     peak = (
         f"On GPU {device.index} allocated memory reached {format_bytes(device.peak_allocated)}, reserved memory "
         f"{format_bytes(device.peak_reserved)}. The recording does not say how large the card is."
@@ -434,7 +448,8 @@ def _recorded(run: Run, verdict: Verdict) -> list[str]:
 
 def _footer(run: Run) -> str:
     """What was run, for how long, and with what."""
-    facts = [_SOURCES[run.source], counted(len(run.trace), "event")]
+    facts = [_SOURCES[run.source]]
+    facts += [counted(len(run.trace), "event")] if len(run.trace) else []
     if run.ops:
         facts.append(counted(run.ops, "op"))
     if run.seconds_simulated:

@@ -39,10 +39,11 @@ def bars_scale(devices: Sequence[DeviceVerdict]) -> float:
     )
 
 
-def device_figures(device: DeviceVerdict, *, several: bool, scale: float) -> Html:
+def device_figures(device: DeviceVerdict, *, several: bool, scale: float, is_state: bool) -> Html:
     """The bar, its legend and the figures of a card.
 
     Args:
+        is_state: the recording is a snapshot without history, which has no peaks.
         several: whether there are others, so that it needs its number.
         scale: bytes of the whole width, of `bars_scale`.
     """
@@ -50,8 +51,8 @@ def device_figures(device: DeviceVerdict, *, several: bool, scale: float) -> Htm
         return Html()
     pairs = [
         ("card", f"{device.gpu}" if not several else f"GPU {device.index} {device.gpu}"),
-        ("peak allocated", format_bytes(device.peak_allocated)),
-        ("peak reserved", format_bytes(device.peak_reserved)),
+        ("allocated" if is_state else "peak allocated", format_bytes(device.peak_allocated)),
+        ("reserved" if is_state else "peak reserved", format_bytes(device.peak_reserved)),
     ]
     if device.total:
         pairs.append(("memory of the card", format_bytes(device.total)))

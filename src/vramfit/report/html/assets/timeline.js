@@ -249,7 +249,7 @@ class TimelineChart {
 
 /** A moment in words: its event, its time and its phase. */
 function momentName(model, row) {
-  if (row < 0) return "before the first event";
+  if (row < 0) return document.body.classList.contains("of-dump") ? "the time of the dump" : "before the first event";
   const parts = [`event ${integer(row)} of ${integer(model.rows)}`];
   if (model.shared.hasTimes) {
     parts.push(`${model.shared.timesAreExact ? "" : "about "}${duration(model.shared.timeOf(row))}`);
