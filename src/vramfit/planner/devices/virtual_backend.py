@@ -148,8 +148,8 @@ class VirtualBackend:
         else:
             failed = False
         finally:
-            gc.collect()  # a model is full of cycles, and the next run needs its memory
-            if self._own_process:
+            if self._own_process:  # elsewhere the next run's `same_start` collects: looking through a heap takes long
+                gc.collect()
                 gc.freeze()
         run, pageable = ran[0]
         return run, run.host_pinned_peak_bytes + pageable, failed
