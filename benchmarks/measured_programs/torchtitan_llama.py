@@ -28,27 +28,19 @@ back before it starts train.py:
 
 from __future__ import annotations
 
-import argparse
 import base64
 import itertools
 import json
-import os
-import re
-import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
+from torchtitan_runs import STAND_INS, behind_vramfit, checked_out, options, run_all
 
-from vramfit.errors import VramfitError
-from vramfit.writing import write_text
-
-SCHEMA = "vramfit.torchtitan/2"
+SCHEMA = "vramfit.torchtitan/3"
 COMMIT = "9dec370ad26b5f8e9a7333a0e36165018262644b"
 
 
@@ -77,10 +69,8 @@ PUBLISHED = {
     128: {Technique.EAGER: 67.0, Technique.COMPILED: 62.0, Technique.FLOAT8: 61.8},
 }
 """GiB, by ranks."""
-GIB = 1 << 30
 WORDS = 128_000
-HERE = Path(__file__).resolve().parent
-TORCH_OF_2024 = HERE / "stand_ins" / "torch_of_2024.py"
+TORCH_OF_2024 = STAND_INS / "torch_of_2024.py"
 CARD = """\
 name = "H100 SXM 96GB"
 base = "H100 SXM"
@@ -88,8 +78,6 @@ total_bytes = "95GiB"     # 96 GB HBM2e, 2.4 TB/s, as docs/performance.md says; 
 bandwidth_gbs = 2400.0
 memory_bus_bits = 6144
 """
-_LOGGED = re.compile(r"step: *(\d+) .*?memory: *([0-9.]+)GiB")
-_COLOURS = re.compile(r"\x1b\[\d+m")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,32 +108,10 @@ class Setting:
         """What the authors measured, in GiB."""
         return PUBLISHED[self.ranks][self.technique]
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
-    """What came out.
-
-    Attributes:
-        setting: how it was run.
-        reserved: GiB that the program logged at its last line.
-        allocated: bytes at the peak.
-        below, above: bytes by which the report says that the peak of reserved memory may be lower and higher.
-        seconds: of the run here.
-    """
-
-    setting: Setting
-    reserved: float
-    allocated: int
-    below: int
-    above: int
-    seconds: float
-
     @property
-    def within(self) -> bool:
-        """Whether the published figure, which is rounded to a tenth, lies within the bar."""
-        published, half = self.setting.published, 0.05
-        least, most = self.reserved - self.below / GIB, self.reserved + self.above / GIB
-        return least - half <= published <= most + half
+    def half_unit(self) -> float:
+        """They round it to a tenth."""
+        return 0.05
 
 
 def settings() -> Iterator[Setting]:
@@ -153,21 +119,6 @@ def settings() -> Iterator[Setting]:
     for technique, ranks, as_then in itertools.product(Technique, PUBLISHED, (False, True)):
         for expandable in (True, False) if technique is Technique.EAGER else (False,):
             yield Setting(ranks=ranks, technique=technique, expandable=expandable, as_then=as_then)
-
-
-def checked_out(clone: Path, folder: Path) -> Path:
-    """The program at its commit, in a folder.
-
-    Raises:
-        VramfitError: the clone does not have it.
-    """
-    git = ["git", "-C", str(clone), "archive", COMMIT, "train.py", "torchtitan", "train_configs"]
-    packed = subprocess.run(git, capture_output=True)
-    if packed.returncode:
-        raise VramfitError(f"{clone} does not have torchtitan's commit {COMMIT[:9]}: fetch its whole history")
-    folder.mkdir()
-    subprocess.run(["tar", "-x", "-C", str(folder)], input=packed.stdout, check=True)
-    return folder
 
 
 def make_inputs(folder: Path) -> None:
@@ -186,100 +137,46 @@ def make_inputs(folder: Path) -> None:
     (folder / "texts" / "data.json").write_text(text * max(PUBLISHED) * 4)
 
 
-def command(setting: Setting, folder: Path, result: Path, steps: int) -> list[str]:
+def prepare(clone: Path, folder: Path) -> Path:
+    """All that the runs need; returns the program's folder.
+
+    Raises:
+        VramfitError: the clone does not have the commit.
+    """
+    program = checked_out(clone, COMMIT, ("train.py", "torchtitan", "train_configs"), folder / "torchtitan")
+    make_inputs(folder)
+    return program
+
+
+def command(flavor: str, steps: int, setting: Setting, folder: Path, result: Path) -> list[str]:
     """What is run: run_llama_train.sh's torchrun, behind ``vramfit run``."""
     wrapped = [str(TORCH_OF_2024)] if setting.as_then else []
     return [
-        *(sys.executable, "-m", "vramfit", "run", "--gpu", str(folder / "card.toml"), "--rank", "0"),
-        *("--json", str(result), "--", "torchrun", "--nproc_per_node=8", f"--nnodes={setting.ranks // 8}"),
-        *("--rdzv_backend", "c10d", "--rdzv_endpoint=localhost:0", "--local-ranks-filter", "0"),
-        *("--role", "rank", "--tee", "3", *wrapped, "train.py"),
+        *behind_vramfit(folder / "card.toml", result, setting.ranks // 8),
+        *(*wrapped, "train.py"),
         *("--job.config_file", "./train_configs/llama3_8b.toml", "--training.batch_size", "2"),
         *("--training.steps", str(steps), "--model.tokenizer_path", str(folder / "tokenizer.model")),
         *("--training.dataset", "c4_test", "--training.dataset_path", str(folder / "texts")),
-        *setting.technique.options,
+        *("--model.flavor", flavor, *setting.technique.options),
     ]
-
-
-def run(setting: Setting, program: Path, environ: Mapping[str, str], steps: int) -> Outcome:
-    """Run the program once.
-
-    Raises:
-        VramfitError: it failed.
-    """
-    result = program.parent / "result.json"
-    result.unlink(missing_ok=True)
-    own = {**environ, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True" if setting.expandable else ""}
-    done = subprocess.run(
-        command(setting, program.parent, result, steps), cwd=program, env=own, capture_output=True, text=True
-    )
-    logged = _LOGGED.findall(_COLOURS.sub("", done.stdout + done.stderr))
-    if not logged or not result.exists():
-        raise VramfitError(f"{setting.name} failed: {(done.stderr or done.stdout).strip().splitlines()[-1]}")
-    (rank,) = json.loads(result.read_text())["ranks"]
-    peak = rank["peak"]
-    return Outcome(
-        setting=setting,
-        reserved=float(logged[-1][1]),
-        allocated=peak["allocated_bytes"],
-        below=peak["reserved_error"]["below_bytes"],
-        above=peak["reserved_error"]["above_bytes"],
-        seconds=rank["seconds_wall"],
-    )
-
-
-def table(outcomes: list[Outcome]) -> Table:
-    """A line for each run."""
-    out = Table(
-        "run", "allocated, GiB", "reserved, GiB", "bar", "published", "error", "within", "seconds here"
-    )
-    for one in outcomes:
-        published = one.setting.published
-        out.add_row(
-            one.setting.name,
-            f"{one.allocated / GIB:.2f}",
-            f"{one.reserved:.2f}",
-            f"-{one.below / GIB:.2f} +{one.above / GIB:.2f}",
-            f"{published:.1f}",
-            f"{one.reserved / published - 1:+.1%}",
-            "yes" if one.within else "no",
-            f"{one.seconds:.0f}",
-        )
-    return out
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the table; returns the exit code."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("clone", type=Path, help="a clone of torchtitan, or its git directory")
-    parser.add_argument("--packages", type=Path, help="a folder with the packages that it imports")
-    parser.add_argument("--only", default="", help="runs whose name has this text")
-    parser.add_argument(
-        "--steps", type=int, default=10, help="a multiple of ten: the program logs each tenth"
+    chosen = options(
+        (__doc__ or "").partition("\n")[0],
+        arguments,
+        steps=10,
+        about_steps="a multiple of ten: the program logs each tenth",
+        flavor="8B",
     )
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args(arguments)
-    path = [
-        os.environ.get("PYTHONPATH", ""),
-        *([str(options.packages.resolve())] if options.packages else []),
-    ]
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
-    console, outcomes = Console(), []
-    with tempfile.TemporaryDirectory(prefix="torchtitan-") as folder:
-        try:
-            program = checked_out(options.clone, Path(folder) / "torchtitan")
-            make_inputs(Path(folder))
-            for setting in settings():
-                if options.only in setting.name:
-                    outcomes.append(run(setting, program, environ, options.steps))
-                    print(f"{setting.name}: {outcomes[-1].reserved} GiB", file=sys.stderr, flush=True)
-        except VramfitError as error:
-            console.print(str(error))
-            return 1
-    console.print(table(outcomes))
-    if options.json is not None:
-        write_text(options.json, json.dumps({"schema": SCHEMA, "runs": [asdict(one) for one in outcomes]}))
-    return 0
+    return run_all(
+        chosen,
+        SCHEMA,
+        settings(),
+        partial(prepare, chosen.clone),
+        partial(command, chosen.flavor, chosen.steps),
+    )
 
 
 if __name__ == "__main__":
