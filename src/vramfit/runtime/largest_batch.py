@@ -154,7 +154,13 @@ class _Trials:
         limit = 0 if now is None else now.free + now.reserved - settings.margin_bytes
         self.limit_bytes = self.agreed_least(limit)
         self.message = ""
-        self._state = TrainingState(subject.models, subject.optimizers, subject.others, subject.device)
+        self._state = TrainingState(
+            subject.models,
+            subject.optimizers,
+            subject.others,
+            subject.device,
+            [subject.step, *subject.make_batch],
+        )
 
     def run(self, size: int) -> BatchTrial:
         """Some steps at a size, of which nothing is left.
