@@ -69,7 +69,11 @@ def _with_states(limit: int | None, lengths: list[int]) -> tuple[list[tuple[str,
             total = torch.cuda.get_device_properties(0).total_memory
             torch.cuda.set_per_process_memory_fraction(limit / total)
         survivor = vramfit.survive(
-            model, optimizer, loss=lambda whole, batch: whole(batch).square().mean(), patience=2
+            model,
+            optimizer,
+            loss=lambda whole, batch: whole(batch).square().mean(),
+            patience=2,
+            numerics="rounding",
         )
         for length in lengths:
             survivor.step(torch.empty(1, length, 4096, device="cuda"))

@@ -80,7 +80,7 @@ def survive(
 ) -> Survivor | ForwardSurvivor:
     """Steps, or calls without an optimizer, that outlive running out of memory, each done exactly once.
 
-    **Your step may be called again.** After a shortage of memory all that it moved is put back and it is called anew.
+    **Your step may be called again.** After a shortage of memory all that it moved is put back, and it is called anew.
 
     >>> model = torch.nn.Linear(8, 2)
     >>> optimizer = torch.optim.AdamW(model.parameters())
@@ -130,8 +130,8 @@ def survive(
         on_event: called with each event.
 
     Raises:
-        UsageError: arguments are wrong, the model is sharded or has collectives of its own, the schedule wants a metric,
-            or the optimizer cannot be guarded.
+        UsageError: arguments are wrong, the model is sharded or has collectives of its own, the schedule wants a
+            metric, or the optimizer cannot be guarded.
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"model={shown(model)} is no module", "Give the model that the loop trains")

@@ -33,7 +33,7 @@ MOST = 100_000
 _LONG = 10_000
 """Entries of a list from which on its elements are not followed: it is data."""
 
-_HOOKS = "_hooks"
+_HOOKS = ("_hooks", "_hooks_with_kwargs")
 
 _PLAIN = (
     int, float, complex, bool, str, bytes, type(None), type(...), range, slice, torch.dtype, torch.device, torch.Size,
@@ -95,7 +95,7 @@ def reached_from(roots: Iterable[Any], *, without: Iterable[Any] = ()) -> Reache
 def streams_are_equal(before: tuple[Any, ...], after: tuple[Any, ...]) -> bool:
     """Whether `stream_position` gave the same."""
     return len(before) == len(after) and all(
-        one is other or one == other for one, other in zip(before, after)
+        one is other or one == other for one, other in zip(before, after, strict=True)
     )
 
 
@@ -266,7 +266,7 @@ class _Walk:
                     self._add(one for one in value.values() if one is not None)
             elif name in ("_modules", "_parameters"):
                 self._add(one for one in value.values() if one is not None)
-            elif name.endswith(_HOOKS) or name.endswith("_hooks_with_kwargs"):
+            elif name.endswith(_HOOKS):
                 if value:
                     self._add(value.values())
             elif own or not isinstance(value, dict | set):
@@ -289,7 +289,7 @@ def values_of_class(kind: type) -> dict[str, Any]:
     return {
         name: value
         for name, value in vars(kind).items()
-        if not name.startswith("__") and (isinstance(value, _PLAIN) or isinstance(value, torch.Tensor))
+        if not name.startswith("__") and isinstance(value, (*_PLAIN, torch.Tensor))
     }
 
 

@@ -124,8 +124,12 @@ class Climber:
     def _is_open(self, place: int) -> bool:
         """Whether a level can be stood on: it was not refused, and its pieces are trusted."""
         assert self.ladder is not None
-        pieces = self.ladder.levels[place].pieces
-        return place not in self._unattachable and (pieces == 1 or pieces in self.pieces.trusted)
+        level = self.ladder.levels[place]
+        return place not in self._unattachable and (level.states or self._may_cut(level))
+
+    def _may_cut(self, level: RungLevel) -> bool:
+        """Whether the pieces of a level are trusted."""
+        return level.pieces == 1 or level.pieces in self.pieces.trusted
 
     def stand_on(self, ladder: Ladder) -> None:
         """Attach what the level says, or the next one that can be attached.
@@ -190,7 +194,7 @@ class Climber:
 
     def _choices(self, level: RungLevel) -> list[Choice]:
         chosen = []
-        if level.pieces > 1:
+        if level.pieces > 1 and self._may_cut(level):
             chosen.append(pieces_choice(self._live.model, self._settings, level.pieces))
         if level.checkpointing and self._checkpoints:
             recomputed = find_technique("activation-checkpointing")

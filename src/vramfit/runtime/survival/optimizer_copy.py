@@ -1,4 +1,4 @@
-"""A copy of all that an optimizer of others moves in a step, on the host, from which a step that failed is taken back."""
+"""A copy of all that an optimizer of others moves in a step, on the host, to take a failed step back."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vramfit.runtime.state.reach import reached_from
 class OptimizerCopies:
     """Copies an optimizer before its steps: whatever it holds, in states, groups, lists and attributes.
 
-    Gradients are copied only where the first step was seen to change them: some optimizers centre or clip them in place.
+    Gradients are copied only where the first step was seen to change them: some optimizers clip them in place.
 
     Args:
         optimizer: any.

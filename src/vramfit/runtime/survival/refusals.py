@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Iterable
 from typing import Any
@@ -28,10 +29,12 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     Raises:
         UsageError: it wants one.
     """
-    if _wants_arguments(optimizer.step):
+    if _wants_arguments(
+        functools.partial(type(optimizer).step, optimizer)
+    ):  # a schedule wraps the instance's own
         raise UsageError(
-            f"{type(optimizer).__name__} wants a closure that goes forward and backward inside of its step: there is no "
-            "moment at which the step is certain",
+            f"{type(optimizer).__name__} wants a closure that goes forward and backward inside of its step: there is "
+            "no moment at which the step is certain",
             "Train without survive, or with another optimizer",
         )
 

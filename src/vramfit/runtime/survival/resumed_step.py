@@ -61,7 +61,7 @@ class Resumed(TorchDispatchMode):
 
     Args:
         written: so far; it is counted on.
-        watched: what the step writes for good; None takes every tensor for that, as in a first step, which makes states.
+        watched: what the step writes for good; None takes every tensor for that.
     """
 
     def __init__(self, written: WrittenSoFar, watched: Iterable[torch.Tensor] | None = None) -> None:

@@ -1,10 +1,10 @@
 """Runs the steps of a loop so that each is done exactly once, whatever memory does in between.
 
 NOTE [A step as a transaction]: a step may be called again. So what it moves besides gradients (buffers, attributes,
-random states, whatever its function reaches) is noted at the start (`step_watch`) and put back after a shortage, and the
-step begins anew, with more done to make it fit (`ladder`). The optimizer's step itself commits as a whole
-(`guarded_step`). What follows (the scaler's update, the schedule) is small, and is done once. What cannot be put back is
-found out in the first steps; a step that moves such a thing is not called again.
+random states, whatever its function reaches) is noted at the start (`step_watch`) and put back after a shortage, and
+the step begins anew, with more done to make it fit (`ladder`). The optimizer's step itself commits as a whole
+(`guarded_step`). What follows (the scaler's update, the schedule) is small, and is done once. What cannot be put back
+is found out in the first steps; a step that moves such a thing is not called again.
 """
 
 from __future__ import annotations
@@ -480,8 +480,8 @@ class Survivor:
         if self._guard.copies is not None:
             held = [one for group in self.optimizer.param_groups for one in group["params"]]
             _log.warning(
-                "%s is not one of torch's optimizers: before each of its steps all that it holds is copied to the host, "
-                "%s and its states; copying_ratio says how much longer steps take",
+                "%s is not one of torch's optimizers: before each of its steps all that it holds is copied to the "
+                "host, %s and its states; copying_ratio says how much longer steps take",
                 type(self.optimizer).__name__,
                 format_bytes(sum(one.nbytes for one in held)),
             )
