@@ -184,7 +184,8 @@ def test_what_cannot_be_helped_is_said_once(v2: Tree, monkeypatch: pytest.Monkey
         survivor.step(batch)
     kinds = [one.kind for one in survivor.events]
     assert set(kinds) == {"host-pressure"}
-    assert survivor.events[-1].evidence == "nothing that vramfit.survive may do takes less of the host"
+    said = [one.evidence for one in survivor.events]
+    assert said.count("nothing that vramfit.survive may do takes less of the host") == 1
     assert len(kinds) == len(set(map(str, survivor.events))) and survivor.steps == 12
 
 
@@ -202,7 +203,10 @@ def test_offloaded_activations_stay_on_a_card_that_has_room(
         model.cuda()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         survivor = Survivor(
-            model, optimizer, lambda net, batch: net(batch).square().mean(), SurvivalSettings(numerics=Numerics.ROUNDING)
+            model,
+            optimizer,
+            lambda net, batch: net(batch).square().mean(),
+            SurvivalSettings(numerics=Numerics.ROUNDING),
         )
         batch = torch.ones(8, 64, device="cuda")
         ladder = survivor._climber.ladder_for(batch)

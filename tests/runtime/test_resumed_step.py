@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn, optim
 
-from vramfit.runtime.survival.leftovers import Recovery
 from vramfit.runtime.survival.guarded_step import GuardedStep
+from vramfit.runtime.survival.leftovers import Recovery
 from vramfit.runtime.survival.resumed_step import RESUMABLE, Resumed, StepLostError, WrittenSoFar
 from vramfit.torch_internals.dispatch import TorchDispatchMode
 
@@ -34,6 +34,8 @@ class Stop(TorchDispatchMode):
         self.at, self.seen, self.raised = set(at), 0, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "profiler":  # marks in a trace, which allocate nothing
+            return func(*args, **(kwargs or {}))
         number, self.seen = self.seen, self.seen + 1
         if number in self.at:
             self.raised += 1
@@ -60,6 +62,7 @@ WAYS: list[tuple[Any, dict[str, Any]]] = [
     (optim.Adadelta, {}),
     (optim.Adafactor, {"weight_decay": 0.1}),
     (optim.AdamW, {"foreach": True}),
+    (optim.SGD, {"foreach": True, "momentum": 0.9}),
 ]
 
 
@@ -88,12 +91,16 @@ def _trained(kind: Any, options: dict[str, Any], steps: int, *at: int) -> tuple[
     return [*(one.detach() for one in parameters), *(v for v in values if isinstance(v, torch.Tensor))], stop
 
 
-@pytest.mark.parametrize(("kind", "options"), WAYS, ids=lambda one: getattr(one, "__name__", None) or "-".join(one))
+@pytest.mark.parametrize(
+    ("kind", "options"), WAYS, ids=lambda one: getattr(one, "__name__", None) or "-".join(one)
+)
 @pytest.mark.parametrize("steps", [1, 3])
-def test_a_step_that_stops_at_any_op_ends_as_it_would_have(kind: Any, options: dict[str, Any], steps: int) -> None:
+def test_a_step_that_stops_at_any_op_ends_as_it_would_have(
+    kind: Any, options: dict[str, Any], steps: int
+) -> None:
     """The first step, which makes states, and a later one; stopped once, and soon again."""
     plain, none = _trained(kind, options, steps)
-    in_pairs = range(0, none.seen, 3)
+    in_pairs = range(0, none.seen, 7)
     for at in [(one,) for one in range(none.seen)] + [(one, one + 1 + one // 2) for one in in_pairs]:
         found, stop = _trained(kind, options, steps, *at)
         assert stop.raised >= 1

@@ -362,9 +362,9 @@ def test_a_rung_is_left_only_where_there_is_room() -> None:
     ladder.climb(1)
     for _ in range(2):
         ladder.after_good_step()
-    assert not ladder.may_go_down(MemoryNow(allocated=100, reserved=300, free=500))
-    assert ladder.may_go_down(MemoryNow(allocated=100, reserved=300, free=700))
-    assert ladder.may_go_down(None)
+    assert not ladder.may_go_down(0, MemoryNow(allocated=100, reserved=300, free=500))
+    assert ladder.may_go_down(0, MemoryNow(allocated=100, reserved=300, free=700))
+    assert ladder.may_go_down(0, None)
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ from torch import nn
 
 from vramfit.errors import UsageError
 from vramfit.runtime.state.declared import DeclaredState
-from vramfit.runtime.state.notes import StateNote, on_the_host
 from vramfit.runtime.state.reach import reached_from
+from vramfit.runtime.state.state_notes import StateNote, on_the_host
 
 Optimizer = torch.optim.Optimizer
 

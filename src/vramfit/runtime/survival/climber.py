@@ -30,6 +30,14 @@ _ANOTHER_RANK = MemoryShortage(of=ShortOf.DEVICE, message="another rank ran out 
 _LAST_TRIES = 6
 """Attempts that a step has beside one for each rung before it is given up: a neighbour's peak passes."""
 
+_RECOMPUTED = Choice(
+    technique=find_technique("activation-checkpointing"), setting=Checkpointing(mode=Mode.WHOLE)
+)
+
+_OFFLOADED = Choice(
+    technique=find_technique("activation-offload"), setting=ActivationOffloadSetting(window=0)
+)
+
 _log = logging.getLogger("vramfit.survive")
 
 Tell = Callable[..., None]
@@ -142,7 +150,7 @@ class Climber:
         self.step_off()
         while ladder.place:
             try:
-                self._live.attach(self._choices(ladder.level))
+                self._attach(ladder.level)
             except UsageError as error:
                 self.refuse(ladder, error.message)
                 continue
@@ -192,17 +200,36 @@ class Climber:
         above = [one for one in places if one > ladder.place]
         return above[0] if above else max(one for one in places if one < ladder.place)
 
+    def below(self, ladder: Ladder) -> int:
+        """The next level below that can be stood on; on the lowest that one."""
+        return max((one for one in range(ladder.place) if self._is_open(one)), default=0)
+
     def _choices(self, level: RungLevel) -> list[Choice]:
         chosen = []
         if level.pieces > 1 and self._may_cut(level):
             chosen.append(pieces_choice(self._live.model, self._settings, level.pieces))
         if level.checkpointing and self._checkpoints:
-            recomputed = find_technique("activation-checkpointing")
-            chosen.append(Choice(technique=recomputed, setting=Checkpointing(mode=Mode.WHOLE)))
+            chosen.append(_RECOMPUTED)
         if level.offload:
-            offload = find_technique("activation-offload")
-            chosen.append(Choice(technique=offload, setting=ActivationOffloadSetting(window=0)))
+            chosen.append(_OFFLOADED)
         return chosen
+
+    def _attach(self, level: RungLevel) -> None:
+        """Attach what a level says, without blocks that run twice where the model has none.
+
+        Raises:
+            UsageError: the rest cannot be attached.
+        """
+        choices = self._choices(level)
+        try:
+            self._live.attach(choices)
+        except UsageError:
+            rest = [one for one in choices if one is not _RECOMPUTED]
+            if len(rest) in (0, len(choices)):
+                raise
+            self._live.undo()
+            self._live.attach(rest)
+            self._checkpoints = False
 
     def next_rung(self, ladder: Ladder, place: int, attempts: int, before: MemoryNow | None) -> None:
         """Decide what the next attempt does.
@@ -297,9 +324,7 @@ class Climber:
     def _go_down(self, ladder: Ladder) -> None:
         """Leave a rung on trial."""
         states = ladder.level.states
-        ladder.go_down()
-        while not self._is_open(ladder.place):
-            ladder.climb(ladder.place - 1)
+        ladder.go_down(self.below(ladder))
         self._tell("down", ladder.level.rung, pieces=ladder.level.pieces)
         if self._guard.hosted and (states or ladder.place == 0):
             self.bring_back()
@@ -326,15 +351,14 @@ class Climber:
         if pressure is None or self._host.relieve():
             return
         rung, cause = ladder.level.rung, str(pressure)
-        device = memory_now(self._live.device)
+        device, below = memory_now(self._live.device), self.below(ladder)
         if (
             ladder.level.offload
             and self._votes is None
             and device is not None
-            and ladder.has_room_below(device)
+            and ladder.has_room(below, device)
         ):
             states = ladder.level.states
-            below = max(one for one in range(ladder.place) if self._is_open(one))
             ladder.climb(below)
             if states:
                 self.bring_back()

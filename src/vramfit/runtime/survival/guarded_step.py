@@ -22,11 +22,11 @@ from torch import nn
 
 from vramfit.errors import UsageError
 from vramfit.runtime.state.generators import GeneratorStates
-from vramfit.runtime.state.notes import copied
+from vramfit.runtime.state.state_notes import copied
 from vramfit.runtime.survival.emergency_reserve import EmergencyReserve
 from vramfit.runtime.survival.leftovers import Recovery
 from vramfit.runtime.survival.optimizer_copy import OptimizerCopies
-from vramfit.runtime.survival.resumed_step import RESUMABLE, Resumed, WrittenSoFar, memory_of
+from vramfit.runtime.survival.resumed_step import RESUMABLE, Counting, Resumed, WrittenSoFar, memory_of
 from vramfit.torch_internals.optimizers import make_states
 
 Optimizer = torch.optim.Optimizer
@@ -111,7 +111,7 @@ class GuardedStep:
             )
         self.copies = None if self.by_parameter else OptimizerCopies(optimizer, recovery.device)
         self._checked: tuple[int, ...] = ()
-        self._resumes = False
+        self._resumes = self._takes_lists = False
         self.hosted: set[nn.Parameter] = set()
         self.retries = 0
 
@@ -199,8 +199,6 @@ class GuardedStep:
             self._resumes, self._checked = self._by_name and self._can_resume(whole), signature
         if not self._resumes:
             yield from self._slices(whole)
-        elif any(group.get("fused") for group in self.optimizer.param_groups):
-            yield from groups  # a fused op counts no writes, but fails before the first: one op for each part
         elif self._lacks_states(whole):
             yield from ((one,) for one in whole)
         else:
@@ -218,9 +216,11 @@ class GuardedStep:
         groups = self.optimizer.param_groups
         if any(group.get("differentiable") for group in groups):
             return False
-        on_host = any(one.device.type == "cpu" for one in parameters)
-        if on_host and any(group.get("foreach") for group in groups):  # there, lists are written one by one
-            return False
+        on_device = any(one.device.type != "cpu" for one in parameters)
+        self._takes_lists = any(
+            group.get("fused") or group.get("foreach") or (on_device and group.get("foreach", False) is None)
+            for group in groups
+        )
         if any(group.get("fused") for group in groups) and len({(p.device, p.dtype) for p in parameters}) > 1:
             return False
         if any(
@@ -270,7 +270,7 @@ class GuardedStep:
         self._make_states(part)
         written = WrittenSoFar(self._tensors_of(part))
         try:
-            with _Only(self.optimizer, part):
+            with _Only(self.optimizer, part), Counting() if self._takes_lists else contextlib.nullcontext():
                 self.optimizer.step()
             return
         except BaseException as error:

@@ -6,8 +6,8 @@ import time
 
 import torch
 
-from vramfit.runtime.state.notes import StateNote
 from vramfit.runtime.state.reach import reached_from
+from vramfit.runtime.state.state_notes import StateNote
 
 
 class OptimizerCopies:

@@ -3,13 +3,16 @@
 NOTE [Taking a step up again]: torch's optimizers change tensors in place, one op after the other, and an op that runs
 out has not written yet: it allocates first. So how often each tensor was written says exactly where a step stopped, and
 autograd counts that anyway (``Tensor._version``). The step is then called again under a dispatch mode that leaves out
-the writes that are done, and computes temporaries anew. That is exact unless a temporary reads a tensor which has been
+the writes that are done, and computes temporaries anew. Ops on lists (``foreach``, ``fused``) are not counted by
+autograd: there the step runs under `Counting` from the start, which on the host takes a list apart, as the kernel there
+does it tensor by tensor. All that is exact unless a temporary reads a tensor which has been
 written since: the mode follows such values, and refuses to write one (`StepLostError`). The optimizers in `RESUMABLE`
 never do; tests stop each of them at every op.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -56,6 +59,27 @@ class WrittenSoFar:
         self.counts[memory_of(target)] = self.counts.get(memory_of(source), 0)
 
 
+class Counting(TorchDispatchMode):
+    """Counts what ops on lists write, as autograd counts what others write. See NOTE [Taking a step up again]."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not _writes_lists(func):
+            return func(*args, **kwargs)
+        for part in _singles(func, args, kwargs):
+            written = _written_by(func, part, kwargs)
+            before = written[0]._version if written else 0
+            func(*part, **kwargs)
+            if written and written[0]._version == before:
+                torch.autograd.graph.increment_version(written)
+        return None
+
+
 class Resumed(TorchDispatchMode):
     """Leaves out what a step has written, and counts what it writes now. See NOTE [Taking a step up again].
 
@@ -76,6 +100,14 @@ class Resumed(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if _writes_lists(func):
+            for part in _singles(func, args, kwargs, on_device_too=True):
+                self._done(func, part, kwargs)
+            return None
+        return self._done(func, args, kwargs)
+
+    def _done(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What an op gives: done, or left out."""
         places = [memory_of(tensor) for tensor in _written_by(func, args, kwargs)]
         lasting = [place for place in places if self._watched is None or place in self._watched]
         counts = self._written.counts
@@ -128,6 +160,40 @@ def _written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> lis
             given = args[number] if number < len(args) else kwargs.get(argument.name)
             found += _tensors(given)
     return found
+
+
+@functools.lru_cache(maxsize=1024)
+def _writes_lists(func: Any) -> bool:
+    """Whether an op writes lists of tensors in place; such ops give nothing back."""
+    given = func._schema.arguments
+    return not func._schema.returns and any(
+        one.alias_info is not None and one.alias_info.is_write and isinstance(one.type, torch.ListType)
+        for one in given
+    )
+
+
+def _singles(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, on_device_too: bool = False
+) -> Iterator[tuple[Any, ...]]:
+    """The arguments of an op on lists, tensor by tensor where it may stop between two of them.
+
+    Args:
+        on_device_too: take lists of a device's tensors apart too; its kernels begin when all memory is there.
+    """
+    name, overload = func._schema.name, func._schema.overload_name
+    targets = args[0] if args and isinstance(args[0], list | tuple) else ()
+    apart = name.startswith("aten::_foreach_") and len(targets) > 1
+    apart = apart and not any(isinstance(one, list | tuple) for one in kwargs.values())
+    apart = apart and (on_device_too or targets[0].device.type == "cpu")
+    if (
+        overload == "Tensor"
+    ):  # counters and one tensor, where nothing is allocated; or a tensor of all scalars
+        apart = apart and on_device_too and len(args) == 2
+    if not apart:
+        yield args
+        return
+    for number in range(len(targets)):
+        yield tuple([one[number]] if isinstance(one, list | tuple) else one for one in args)
 
 
 def _result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

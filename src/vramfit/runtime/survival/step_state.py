@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vramfit.runtime.state.notes import Unrestored
+from vramfit.runtime.state.state_notes import Unrestored
 from vramfit.runtime.survival.step_watch import StepWatch
 
 _SCALE = ("_scale", "_growth_tracker")

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from vramfit.runtime.state.declared import DeclaredState
-from vramfit.runtime.state.notes import StateNote, Unrestored, version_of
 from vramfit.runtime.state.reach import Reached, reached_from
+from vramfit.runtime.state.state_notes import StateNote, Unrestored, version_of
 from vramfit.torch_internals.fake_tensors import FakeTensor
 from vramfit.torch_internals.layers import NormBase
 

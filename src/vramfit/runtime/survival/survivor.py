@@ -21,18 +21,19 @@ from torch import nn
 from vramfit.errors import UsageError
 from vramfit.runtime.oom_forms import MemoryShortage
 from vramfit.runtime.state.declared import DeclaredState
-from vramfit.runtime.state.notes import ContainersNote, TensorsNote
 from vramfit.runtime.state.reach import reached_from
+from vramfit.runtime.state.state_notes import ContainersNote, TensorsNote
 from vramfit.runtime.survival.climber import Climber
 from vramfit.runtime.survival.emergency_reserve import EmergencyReserve
 from vramfit.runtime.survival.guarded_step import GuardedStep
 from vramfit.runtime.survival.ladder import Ladder, Rung, SurvivalEvent
 from vramfit.runtime.survival.leftovers import Recovery, memory_now
 from vramfit.runtime.survival.pieces_check import PieceWork
+from vramfit.runtime.survival.plain_loop import PlainLoop
 from vramfit.runtime.survival.rank_votes import unsynchronised, votes_for
-from vramfit.runtime.survival.refusals import check_collectives, check_optimizer, check_scheduler
 from vramfit.runtime.survival.scaled_step import scaled_step
 from vramfit.runtime.survival.step_call import LossCall, as_batch, detached, loss_in
+from vramfit.runtime.survival.step_refusals import check_collectives, check_optimizer, check_scheduler
 from vramfit.runtime.survival.step_state import StepState
 from vramfit.runtime.survival.step_watch import StepWatch
 from vramfit.runtime.survival.survival_settings import SurvivalSettings, UpdatePart
@@ -92,6 +93,7 @@ class Survivor:
         self._scheduler, self._on_event = scheduler, on_event
         self.live = AttachedProgram(model, optimizer)
         self.live.scaler = scaler
+        self._plain = PlainLoop(self.live, optimizer, scheduler, settings.clip_norm)
         self._declared = DeclaredState(list(state))
         self._votes = votes_for(model, settings.vote_seconds) if settings.enabled else None
         self._recovery = Recovery(self.live.device)
@@ -130,7 +132,9 @@ class Survivor:
         given, self._several = as_batch(batch, named)
         self._check_loss()
         if not self.settings.enabled:
-            return self._plain_step(given)
+            result = self._plain.step(lambda: self._forward(given))
+            self.steps += 1
+            return result
         part = UpdatePart.LAST if self._accumulates and self._votes is not None else UpdatePart.WHOLE
         result, state = self._with_gradients(
             given, lambda: self._own_gradients(given), part, adds=self._accumulates
@@ -155,7 +159,7 @@ class Survivor:
         given, self._several = as_batch(batch, named)
         self._check_loss()
         if not self.settings.enabled:
-            return self._plain_gradients(given, clears=not self._accumulates)
+            return self._plain.gradients(lambda: self._forward(given))
         part = UpdatePart.EARLIER if self._votes is not None else UpdatePart.WHOLE
         result, _ = self._with_gradients(
             given, lambda: self._own_gradients(given), part, adds=self._accumulates, finishes=False
@@ -336,7 +340,7 @@ class Survivor:
                 climber.refuse_checkpointing(ladder, why or "another rank's model writes what it reads")
                 self._restored(state)
                 continue
-            may = ladder.may_go_down(memory_now(self.live.device))
+            may = ladder.may_go_down(climber.below(ladder), memory_now(self.live.device))
             failed, stay = most(int(found is None), int(not may))
             if not failed:
                 finished = self._tried(lambda: self._finished_gradients(state, part, finishes=finishes))
@@ -400,17 +404,16 @@ class Survivor:
 
     def _own_gradients(self, batch: Any) -> Any:
         """What the loss gives for this rank's batch, with its gradients in the parameters."""
-        live, loss_call = self.live, self._loss
+        live = self.live
         total: torch.Tensor | None = None
-        assert loss_call is not None
         if live.splitter is None:
-            result = loss_call(self._placed(batch), several=self._several)
+            result = self._forward(batch)
             live.backward(loss_in(result))
             self._prepare_reduction()
             return detached(result)
         with contextlib.closing(_generator(live.split(batch))) as pieces:
             for piece in pieces:
-                result = loss_call(self._placed(piece), several=self._several)
+                result = self._forward(piece)
                 del piece
                 loss = loss_in(result)
                 if loss is not result:
@@ -491,37 +494,10 @@ class Survivor:
         """How many times as long the optimizer's steps took with the copies before them as without; 1 for torch's."""
         return 1.0 if self._guard.copies is None else self._guard.copies.ratio
 
-    # -- without surviving -----------------------------------------------------------------------------------------
-
-    def _plain_gradients(self, batch: Any, *, clears: bool) -> Any:
-        """Forward and backward as a plain loop does them."""
+    def _forward(self, batch: Any) -> Any:
+        """What the loss gives for a batch."""
         assert self._loss is not None
-        if clears:
-            self.optimizer.zero_grad(set_to_none=True)
-        self._accumulates = True
-        result = self._loss(self._placed(batch), several=self._several)
-        self.live.backward(loss_in(result))
-        return detached(result)
-
-    def _plain_step(self, batch: Any) -> Any:
-        """A whole step as a plain loop does it."""
-        result = self._plain_gradients(batch, clears=not self._accumulates)
-        self._accumulates = False
-        scaler = self.live.scaler
-        if scaler is not None:
-            scaler.unscale_(self.optimizer)
-        if self.settings.clip_norm is not None:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip_norm)
-        if scaler is None:
-            self.optimizer.step()
-        else:
-            scaler.step(self.optimizer)
-            scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
-        if self._scheduler is not None:
-            self._scheduler.step()
-        self.steps += 1
-        return result
+        return self._loss(self._placed(batch), several=self._several)
 
     # -- the commit ------------------------------------------------------------------------------------------------
 
