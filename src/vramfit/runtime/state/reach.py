@@ -178,7 +178,11 @@ class _Walk:
             self._add(mapping.values())
 
     def _tensor(self, tensor: torch.Tensor) -> None:
-        self.found.tensors.append(tensor)
+        parts = getattr(tensor, "__tensor_flatten__", None)
+        if parts is None:
+            self.found.tensors.append(tensor)
+        else:  # a class of tensors around others, e.g. a quantised one, which hold its values
+            self._add(getattr(tensor, name) for name in parts()[0])
         if tensor.is_leaf and tensor.grad is not None:
             self._add((tensor.grad,))
         attributes = getattr(tensor, "__dict__", None)

@@ -26,6 +26,9 @@ from vramfit.runtime.state.reach import (
 
 _MISSING: Any = object()
 
+ON_DEVICE = 1 << 20
+"""Bytes of copies that stay on the device, where they take no time; more would be seen at the peak."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unrestored:
@@ -107,7 +110,7 @@ class TensorsNote:
     """Tensors: values of some, and how often others were written.
 
     Args:
-        copied: whose values are copied, on their device, or on the host where there is no room.
+        copied: whose values are copied: the first of them on their device, the others on the host.
         watched: of which the count of writes is noted.
         on_host: copy to the host at once.
     """
@@ -115,8 +118,13 @@ class TensorsNote:
     def __init__(
         self, copied_: Iterable[torch.Tensor], watched: Sequence[torch.Tensor] = (), *, on_host: bool = False
     ) -> None:
-        take = on_the_host if on_host else copied
-        self._copies = [(tensor, take(solid(tensor)), version_of(tensor)) for tensor in copied_]
+        self._copies = []
+        left = 0 if on_host else ON_DEVICE
+        for tensor in copied_:
+            plain = solid(tensor)
+            left -= plain.nbytes
+            values = copied(plain) if left >= 0 or plain.device.type == "cpu" else on_the_host(plain)
+            self._copies.append((tensor, values, version_of(tensor)))
         self._watched = watched
         self._versions = list(map(version_of, watched))
         self._gradients = [
@@ -151,10 +159,7 @@ class TensorsNote:
 
     def differs(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor that was copied has other values now."""
-        return any(
-            one is tensor and not torch.equal(solid(one.detach()).to(values.device), values)
-            for one, values, _ in self._copies
-        )
+        return any(one is tensor and not _equal(one, values) for one, values, _ in self._copies)
 
     def differing(self) -> list[torch.Tensor]:
         """The tensors that were copied and have other values now."""
@@ -261,7 +266,7 @@ def solid(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _equal(tensor: torch.Tensor, values: torch.Tensor) -> bool:
-    return tensor.device == values.device and torch.equal(solid(tensor), values)
+    return torch.equal(solid(tensor.detach()).to(values.device), values)
 
 
 def _content(cell: Any) -> Any:

@@ -22,11 +22,11 @@ from torch import nn
 
 from vramfit.errors import UsageError
 from vramfit.runtime.state.generators import GeneratorStates
-from vramfit.runtime.state.state_notes import copied
 from vramfit.runtime.survival.emergency_reserve import EmergencyReserve
 from vramfit.runtime.survival.leftovers import Recovery
 from vramfit.runtime.survival.optimizer_copy import OptimizerCopies
 from vramfit.runtime.survival.resumed_step import RESUMABLE, Counting, Resumed, WrittenSoFar, memory_of
+from vramfit.runtime.survival.slice_copy import SliceCopy
 from vramfit.torch_internals.optimizers import make_states
 
 Optimizer = torch.optim.Optimizer
@@ -39,39 +39,6 @@ BY_PARAMETER = RESUMABLE | {"ASGD", "Adadelta", "Adafactor", "SparseAdam"}
 
 _TRIES = 3
 """Of the step of an optimizer that is not torch's."""
-
-
-class SliceCopy:
-    """Parameters and their states before a slice steps."""
-
-    def __init__(
-        self, optimizer: Optimizer, parameters: Sequence[nn.Parameter], device: torch.device
-    ) -> None:
-        self._optimizer, self._parameters = optimizer, parameters
-        self._values: list[tuple[torch.Tensor, torch.Tensor]] = [
-            (parameter, copied(parameter)) for parameter in parameters
-        ]
-        self._states: list[tuple[nn.Parameter, dict[str, Any] | None]] = []
-        for parameter in parameters:
-            known = optimizer.state.get(parameter)
-            self._states.append((parameter, None if known is None else dict(known)))
-            tensors = [value for value in (known or {}).values() if isinstance(value, torch.Tensor)]
-            self._values += [(tensor, copied(tensor)) for tensor in tensors]
-        self._random = GeneratorStates.of(device)
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """As they were; states that the failed step made are gone."""
-        for tensor, before in self._values:
-            tensor.copy_(before)
-        for parameter, states in self._states:
-            if states is None:
-                self._optimizer.state.pop(parameter, None)
-            else:
-                known = self._optimizer.state[parameter]
-                known.clear()
-                known.update(states)
-        self._random.restore()
 
 
 class GuardedStep:
@@ -368,7 +335,12 @@ class GuardedStep:
             copy = self._recovery.insist(copies.take)
             began = time.perf_counter()
             try:
-                self.optimizer.step()
+                with copies.stepping() as swallowed:
+                    self.optimizer.step()
+                if swallowed is not None and swallowed.last is not None:
+                    raise torch.OutOfMemoryError(
+                        f"{swallowed.last.message} (caught inside of the optimizer's step)"
+                    )
             except BaseException as error:
                 copy.restore()
                 if not left or not self._recovery.noted(error):

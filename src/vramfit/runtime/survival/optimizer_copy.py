@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
+import re
+import sys
 import time
+from typing import Any
 
 import torch
 
+from vramfit.runtime.oom_forms import MemoryShortage, recognised
 from vramfit.runtime.state.reach import reached_from
 from vramfit.runtime.state.state_notes import StateNote
+from vramfit.torch_internals.dispatch import TorchDispatchMode
 
 
 class OptimizerCopies:
@@ -28,6 +35,7 @@ class OptimizerCopies:
         self._optimizer, self._device = optimizer, device
         self._gradients_too = True
         self._first = True
+        self._catches = _catches_errors(type(optimizer))
         self.nbytes = 0
         self.copying_seconds = self.stepping_seconds = 0.0
 
@@ -51,6 +59,10 @@ class OptimizerCopies:
         self.copying_seconds += time.perf_counter() - began
         return OptimizerCopy(note, [(one, one.grad) for one in reached.tensors if one.is_leaf], gradients)
 
+    def stepping(self) -> contextlib.AbstractContextManager[SwallowedShortages | None]:
+        """Around a step: notes shortages that it catches itself, where its code catches anything."""
+        return SwallowedShortages() if self._catches else contextlib.nullcontext()
+
     def after_step(self, copy: OptimizerCopy, seconds: float) -> None:
         """Learn from a step that went well."""
         self.stepping_seconds += seconds
@@ -64,6 +76,44 @@ class OptimizerCopies:
         if not self.stepping_seconds:
             return 1.0
         return 1 + self.copying_seconds / self.stepping_seconds
+
+
+class SwallowedShortages(TorchDispatchMode):
+    """Notes shortages that come up in ops, those that a program catches itself included.
+
+    Some optimizers try a decomposition of a matrix again with other numbers where it fails, for whatever reason.
+
+    Attributes:
+        last: the latest shortage.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.last: MemoryShortage | None = None
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        try:
+            return func(*args, **(kwargs or {}))
+        except BaseException as error:
+            self.last = recognised(error) or self.last
+            raise
+
+
+def _catches_errors(kind: type) -> bool:
+    """Whether the modules of an optimizer's classes catch errors anywhere, as far as their source is there."""
+    for one in kind.__mro__:
+        if one.__module__.partition(".")[0] in ("torch", "builtins", "typing"):
+            continue
+        module = sys.modules.get(one.__module__)
+        try:
+            source = "" if module is None else inspect.getsource(module)
+        except (OSError, TypeError):
+            return False
+        if re.search(r"^\s*except\b", source, re.MULTILINE):
+            return True
+    return False
 
 
 class OptimizerCopy:

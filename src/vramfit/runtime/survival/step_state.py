@@ -24,8 +24,7 @@ class StepState:
         model: whose gradients they are.
         scaler: of mixed precision, or None.
         optimizer: may have parameters that the model has not.
-        adds: whether gradients that are there are part of the step; if not they count for nothing, as after
-            ``zero_grad``, and come back only where the step is given up.
+        adds: whether gradients that are there are part of the step; if not they are let go of, as by ``zero_grad``.
         discard: takes back what an attempt has left with a trainer.
 
     Attributes:
@@ -50,8 +49,8 @@ class StepState:
         self._scale = {} if scaler is None else {name: getattr(scaler, name) for name in _SCALE}
         groups = (one for group in optimizer.param_groups for one in group["params"])
         self._parameters = list(dict.fromkeys([*model.parameters(), *groups]))
-        self._before = [(p, p.grad) for p in self._parameters if p.grad is not None]
-        for parameter, _ in self._before:
+        self._before = [(p, p.grad) for p in self._parameters if adds and p.grad is not None]
+        for parameter in self._parameters:
             parameter.grad = None
 
     def restore(self) -> list[Unrestored]:
