@@ -2,11 +2,11 @@
 
     python benchmarks/survive/allocator_failures.py [--only PATTERN] [--most 80] [--in-a-row 1] [--json FILE]
 
-More than thirty trainings of different kinds and with different optimizers (`trainings`, `trainings_of_optimizers`)
-take four steps on the CPU. In each run one allocation fails, wherever it is made: in a kernel, in the backward pass, in
-the optimizer (`failing_allocator`). Each run is a process of its own, forked from one that is warm. Afterwards all that
-a training holds is compared bit for bit with a run in which nothing failed: ``equal``, ``ended`` by an error that says
-so, ``refused`` when `survive` was entered, or ``different``, which must not be.
+More than thirty trainings of different kinds and with different optimizers (in tests/runtime) take four steps on the
+CPU. In each run one allocation fails, wherever it is made: in a kernel, in the backward pass, in the optimizer
+(`failing_allocator`). Each run is a process of its own, forked from one that is warm. Afterwards all that a training
+holds is compared bit for bit with a plain loop in which nothing failed: ``equal``, ``ended`` by an error that says so,
+``refused`` when `survive` was entered, or ``different``, which must not be.
 
 Packages of optimizers that are not installed are left out, which is said: schedulefree, prodigyopt, lion-pytorch,
 pytorch-optimizer.
@@ -61,7 +61,7 @@ class Row:
 
 def _one(training: Any, allocator: FailingAllocator, plain: Any, verbose: bool) -> int:
     """How a run with a failure ends."""
-    from benchmarks.survive.trainings import run, same
+    from tests.runtime.trainings import run, same
 
     from vramfit.errors import UsageError
     from vramfit.runtime.oom_forms import recognised
@@ -102,7 +102,7 @@ def row_of(
     training: Any, allocator: FailingAllocator, most: int, in_a_row: int, *, at: int | None, verbose: bool
 ) -> Row:
     """Let allocations of one training fail, each in turn, or as many of them as asked for."""
-    from benchmarks.survive.trainings import run, same
+    from tests.runtime.trainings import run, same
 
     from vramfit.errors import UsageError
 
@@ -140,7 +140,7 @@ def row_of(
 
 def _warm(training: Any, allocator: FailingAllocator) -> None:
     """Run once with failures that lead up the ladder, so that processes forked later have imported what that takes."""
-    from benchmarks.survive.trainings import run
+    from tests.runtime.trainings import run
 
     with contextlib.suppress(RuntimeError):
         run(training, allocator)
@@ -160,10 +160,10 @@ def main() -> int:
     run_with_it()
     warnings.filterwarnings("ignore")
     import torch
-    from benchmarks.survive.trainings import TRAININGS
-    from benchmarks.survive.trainings_of_optimizers import of_optimizers
     from rich.console import Console
     from rich.table import Table
+    from tests.runtime.trainings import TRAININGS
+    from tests.runtime.trainings_of_optimizers import of_optimizers
 
     torch.set_num_threads(1)
     logging.disable(logging.CRITICAL)

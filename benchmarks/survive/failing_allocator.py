@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -26,9 +26,11 @@ SOURCE = r"""
 static int (*next)(void **, size_t, size_t);
 static atomic_long seen, raised, first, count;
 static atomic_int on;
+static void (*told)(void);
 
 void failing_set(long at, long in_a_row) { seen = raised = 0; first = at; count = in_a_row; }
 void failing_on(int value) { on = value; }
+void failing_tell(void (*to)(void)) { told = to; }
 long failing_seen(void) { return seen; }
 long failing_raised(void) { return raised; }
 
@@ -46,6 +48,7 @@ int posix_memalign(void **to, size_t alignment, size_t size) {
     if (!next) next = (int (*)(void **, size_t, size_t))dlsym(RTLD_NEXT, "posix_memalign");
     if (on && of_torch(__builtin_return_address(0))) {
         long number = seen++;
+        if (told) told();
         if (number >= first && number < first + count) { raised++; return ENOMEM; }
     }
     return next(to, alignment, size);
@@ -92,6 +95,16 @@ class FailingAllocator:
             yield
         finally:
             self._library.failing_on(0)
+
+    @contextmanager
+    def telling(self, listener: Callable[[], None]) -> Iterator[None]:
+        """Call a function at each allocation that counts, wherever it is made."""
+        inner = ctypes.CFUNCTYPE(None)(listener)
+        self._library.failing_tell(inner)
+        try:
+            yield
+        finally:
+            self._library.failing_tell(None)
 
     @property
     def seen(self) -> int:

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 import torch.nn.functional as F
-from benchmarks.survive.trainings_of_optimizers import MasterWeights
+from tests.runtime.trainings_of_optimizers import MasterWeights
 from torch import nn
 
 import vramfit

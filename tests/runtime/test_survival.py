@@ -111,7 +111,7 @@ def test_micro_batches_have_the_gradients_of_the_whole_and_are_left_again() -> N
         optimizer.zero_grad()
     inner, optimizer = _mean()
     model = TooLarge(inner, room=3)
-    with vramfit.survive(model, optimizer, loss=_square, patience=4, numerics="rounding") as survivor:
+    with vramfit.survive(model, optimizer, loss=_square, patience=4, numerics="approximate") as survivor:
         for number in range(40):
             if number == 10:
                 model.room = 12
@@ -128,7 +128,7 @@ def test_micro_batches_have_the_gradients_of_the_whole_and_are_left_again() -> N
 def test_a_lasting_shortage_is_tried_ever_more_rarely() -> None:
     model, optimizer = _mean()
     short = TooLarge(model, room=6)
-    with vramfit.survive(short, optimizer, loss=_square, patience=4, numerics="rounding") as survivor:
+    with vramfit.survive(short, optimizer, loss=_square, patience=4, numerics="approximate") as survivor:
         for _ in range(120):
             survivor.step(torch.ones(12, 6, dtype=torch.float64))
     tries = [event.step for event in survivor.events if event.kind == "down"]

@@ -73,6 +73,7 @@ class Climber:
         self._standing = 0
         self._unattachable: set[int] = set()
         self._checkpoints = True
+        self._examples = 1
         self.pieces = PiecesCheck(live, settings, recovery)
         self.ladder: Ladder | None = None
         self.may_go_down = False
@@ -83,9 +84,15 @@ class Climber:
         return Rung.PLAIN if self.ladder is None else self.ladder.level.rung
 
     def ladder_for(self, batch: Any) -> Ladder:
-        """The ladder, made for the first batch of a loop."""
+        """The ladder, made for the first batch of a loop; off its pieces for a batch larger than those compared."""
+        if self.may_take_pieces:
+            self._examples = 1
+            with contextlib.suppress(UsageError):
+                self._examples = find_cut(batch).size
         if self.ladder is None:
             self.ladder = Ladder(tuple(self._levels(batch)), patience=self._settings.patience)
+        if self.ladder.level.pieces > 1 and not self._is_open(self.ladder.place):
+            self.ladder.climb(self.below(self.ladder))
         return self.ladder
 
     @property
@@ -100,8 +107,10 @@ class Climber:
         return self.may_take_pieces and self.pieces.due()
 
     def comes_to_pieces(self, place: int) -> bool:
-        """Whether pieces are all that is left to try above a level, and were compared with no batch yet."""
+        """Whether pieces are all that is left to try above a level, and may be compared with a part of the batch."""
         assert self.ladder is not None
+        if self._settings.numerics < Numerics.APPROXIMATE:
+            return False
         levels = self.ladder.levels[place + 1 :]
         others = any(
             level.pieces == 1 and place + 1 + number not in self._unattachable
@@ -136,8 +145,11 @@ class Climber:
         return place not in self._unattachable and (level.states or self._may_cut(level))
 
     def _may_cut(self, level: RungLevel) -> bool:
-        """Whether the pieces of a level are trusted."""
-        return level.pieces == 1 or level.pieces in self.pieces.trusted
+        """Whether the pieces of a level are trusted, for as many examples as were compared."""
+        if level.pieces == 1:
+            return True
+        proved = self._examples <= self.pieces.examples or not self._settings.numerics < Numerics.APPROXIMATE
+        return proved and level.pieces in self.pieces.trusted
 
     def stand_on(self, ladder: Ladder) -> None:
         """Attach what the level says, or the next one that can be attached.
@@ -261,7 +273,7 @@ class Climber:
 
     def _why_nothing_is_left(self) -> str:
         if self.may_take_pieces:
-            if self.pieces.trusted:
+            if self.pieces.trusted and self._examples <= self.pieces.examples:
                 return "nothing that vramfit.survive may do makes it fit"
             return f"nothing that vramfit.survive may do makes it fit; {self.pieces.why_not}"
         allowed = "approximate" if batch_norms(self._live.model) else "rounding"

@@ -3,9 +3,10 @@
 NOTE [Compared, or not done]: a loss that compares examples with each other (contrastive, normalised advantages, dice
 over a batch, weights of classes, a sum) has other gradients in pieces, and nothing but the gradients tells. So where
 pieces were asked for, batches go forward and backward as a whole and in as many pieces as each rung would take, as they
-are and made uneven (masks that end early, labels that are left out or others), from the same state and without dropout:
-before the second and the third step, or, where the first steps did not fit, with as many examples as fit. A number of
-pieces whose gradients are those of the whole but for rounding is trusted; what was not compared is not done.
+are and made uneven (masks that end early, labels that are left out or others), from the same state and without dropout,
+before the second and the third step. A number of pieces whose gradients are those of the whole but for rounding is
+trusted, for batches of no more examples: a loss may change its form with their number. Where no batch fits as a whole,
+nothing is proved; then as many examples as fit are compared only where ``numerics="approximate"`` allows it.
 """
 
 from __future__ import annotations
@@ -76,7 +77,10 @@ class PiecesCheck:
         self._live, self._settings, self._recovery = live, settings, recovery
         self._times = 0
         self.trusted: set[int] = set()
-        self.why_not = "pieces of the batch were not compared with it"
+        self.why_not = (
+            "no batch of as many examples was done as a whole, with which its pieces could be compared; "
+            'numerics="approximate" compares as many as fit'
+        )
         self.examples = 0
 
     def due(self) -> bool:

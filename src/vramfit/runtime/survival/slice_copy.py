@@ -94,4 +94,5 @@ def _rows_of(parameter: nn.Parameter) -> torch.Tensor | None:
     gradient = parameter.grad
     if gradient is None or gradient.layout is not torch.sparse_coo or gradient.sparse_dim() != 1:
         return None
-    return gradient._indices()[0].unique()
+    rows: torch.Tensor = gradient._indices()[0].unique()
+    return rows

@@ -159,7 +159,10 @@ class StepWatch:
         """Follow everything, and decide what is copied."""
         optimizer, model = self._optimizer, self._model
         groups = optimizer.param_groups
-        own = dict.fromkeys([*model.parameters(), *(one for group in groups for one in group["params"])])
+        trained = (
+            one for one in model.parameters() if one.requires_grad
+        )  # frozen ones may be averages of these
+        own = dict.fromkeys([*trained, *(one for group in groups for one in group["params"])])
         gradients = [one.grad for one in own if one.grad is not None]
         kept_out = [optimizer, optimizer.state, groups, *own, *gradients, *self._declared.apart]
         reached = reached_from([model, *self._roots, *self._declared.walked], without=kept_out)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from benchmarks.survive.trainings import Parts, Training, classifies, pairs, rows, small, squares
+from tests.runtime.trainings import Parts, Training, classifies, pairs, rows, small, squares
 from torch import nn
 
 
