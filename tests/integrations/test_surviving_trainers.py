@@ -12,6 +12,7 @@ from tests.integrations.training import check_same, plan_with
 from tests.runtime.faults import Faults
 from tests.runtime.rank_programs import ran_on_ranks
 
+import vramfit
 from vramfit.errors import UsageError
 
 pytest.importorskip("transformers")
@@ -32,7 +33,9 @@ pytestmark = pytest.mark.filterwarnings(
 UPDATES: dict[str, Any] = {"optim": "adamw_torch", "gradient_accumulation_steps": 2, "max_steps": 2}
 
 
-def with_trainer(folder: Path, faults: Faults | None = None, **options: Any) -> tuple[Any, Any]:
+def with_trainer(
+    folder: Path, faults: contextlib.AbstractContextManager[Any] | None = None, **options: Any
+) -> tuple[Any, Any]:
     """A model with dropout after two updates of two batches each, and the callback."""
     model = by_trainer.language_model(0.1)
     trainer = by_trainer.trainer_for(model, folder, **UPDATES)
@@ -43,7 +46,9 @@ def with_trainer(folder: Path, faults: Faults | None = None, **options: Any) -> 
     return trainer, callback
 
 
-def with_lightning(faults: Faults | None = None, **options: Any) -> tuple[Any, Any]:
+def with_lightning(
+    faults: contextlib.AbstractContextManager[Any] | None = None, **options: Any
+) -> tuple[Any, Any]:
     """A module with dropout after an epoch of three batches, and the callback."""
     module, callback = by_lightning.Speaker(0.1), LightningSurvivalCallback(**options)
     with faults or contextlib.nullcontext():
@@ -80,8 +85,8 @@ def test_without_a_shortage_the_trainer_trains_as_without_the_callback(
     assert callback.events == [] and "training_step" not in vars(trainer)
 
 
-# Of some 1,000 allocations of both updates: forward, backward, optimizer's steps.
-@pytest.mark.parametrize("at", [40, 350, 480, 800])
+# Of 786 allocations of both updates: forward, backward, optimizer's steps.
+@pytest.mark.parametrize("at", [40, 350, 480, 700])
 def test_the_trainer_trains_on_as_if_memory_had_sufficed(tmp_path: Path, at: int, plain_trainer: Any) -> None:
     faults = Faults(at)
     trainer, _ = with_trainer(tmp_path, faults)
@@ -90,15 +95,59 @@ def test_the_trainer_trains_on_as_if_memory_had_sufficed(tmp_path: Path, at: int
     assert by_trainer.losses(trainer) == by_trainer.losses(plain_trainer)
 
 
+def test_gradients_are_cut_after_a_shortage_while_they_were(
+    tmp_path: Path, plain_trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Accelerate passes the parameters as a generator, which the first attempt uses up."""
+    cut, failed = torch.nn.utils.clip_grad_norm_, []
+
+    def once(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        given = list(parameters)
+        if not failed:
+            failed.append(len(given))
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB. (a test's)")
+        return cut(given, *args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", once)
+    trainer, callback = with_trainer(tmp_path)
+    assert failed and failed[0] > 0
+    check_same(trainer.model.state_dict(), plain_trainer.model.state_dict(), exact=True)
+    assert [event.kind for event in callback.events] == ["retry"]
+
+
+def test_a_loop_with_what_accelerate_prepares_goes_on() -> None:
+    from accelerate import Accelerator
+
+    def trained(faults: Faults) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 3))
+        plain = torch.optim.AdamW(model.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.StepLR(plain, 1, 0.5)
+        ready = Accelerator(cpu=True).prepare(model, plain, schedule)
+        survivor = vramfit.survive(
+            ready[0], ready[1], loss=lambda net, x: net(x).square().mean(), scheduler=ready[2]
+        )
+        batch = torch.ones(4, 6)
+        for _ in range(3):
+            with faults:
+                survivor.step(batch)
+        return [*model.parameters(), torch.tensor(plain.param_groups[0]["lr"])]
+
+    none = Faults()
+    expected = trained(none)
+    for at in range(0, none.seen, 7):
+        assert all(map(torch.equal, trained(Faults(at)), expected)), at
+
+
 def test_the_trainer_goes_on_in_micro_batches(tmp_path: Path) -> None:
     expected = by_trainer.trainer_for(by_trainer.language_model(), tmp_path, **UPDATES)
     expected.train()
     trainer = by_trainer.trainer_for(by_trainer.language_model(), tmp_path, **UPDATES)
-    callback = TrainerSurvivalCallback(trainer)
+    callback = TrainerSurvivalCallback(trainer, numerics="rounding")
     trainer.add_callback(callback)
     with Faults(40, 41):
         trainer.train()
-    assert [(event.kind, event.pieces) for event in callback.events] == [("retry", 1), ("up", 2)]
+    assert [event.kind for event in callback.events][:2] == ["retry", "up"]
     check_same(trainer.model.state_dict(), expected.model.state_dict(), exact=False)
     assert by_trainer.losses(trainer) == pytest.approx(by_trainer.losses(expected), rel=1e-4)
 
@@ -117,8 +166,8 @@ def test_without_a_shortage_lightning_trains_as_without_the_callback(plain_modul
     assert callback.events == [] and "optimizer_step" not in vars(module.trainer.strategy)
 
 
-# Of 474 allocations: forward, backward after values were logged, an optimizer's step, the last batch.
-@pytest.mark.parametrize("at", [20, 90, 135, 400])
+# Of 339 allocations: forward, backward after values were logged, an optimizer's step, the last batch.
+@pytest.mark.parametrize("at", [20, 90, 135, 320])
 def test_lightning_trains_and_logs_as_if_memory_had_sufficed(at: int, plain_module: Any) -> None:
     faults = Faults(at)
     module, _ = with_lightning(faults)
@@ -134,8 +183,8 @@ def plain_accumulated() -> Any:
     return module
 
 
-# Of 393 allocations: the first batch, the second, which steps, the step, and the third, left over at the end.
-@pytest.mark.parametrize("at", [30, 80, 150, 190, 280, 340])
+# Of 302 allocations: the first batch, the second, which steps, the step, and the third, left over at the end.
+@pytest.mark.parametrize("at", [30, 70, 120, 150, 190, 280])
 def test_batches_that_lightning_accumulates_are_guarded_each(at: int, plain_accumulated: Any) -> None:
     module, callback, faults = by_lightning.Speaker(0.1), LightningSurvivalCallback(), Faults(at)
     with faults:
@@ -150,20 +199,20 @@ def test_batches_that_lightning_accumulates_are_guarded_each(at: int, plain_accu
 def test_lightning_accumulates_in_micro_batches() -> None:
     expected, module = by_lightning.Speaker(), by_lightning.Speaker()
     by_lightning.fit(expected, max_epochs=1, accumulate_grad_batches=2)
-    callback = LightningSurvivalCallback()
+    callback = LightningSurvivalCallback(numerics="rounding")
     with Faults(60, 61):
         by_lightning.fit(module, callbacks=[callback], max_epochs=1, accumulate_grad_batches=2)
-    assert [(event.kind, event.pieces) for event in callback.events] == [("retry", 1), ("up", 2)]
+    assert [event.kind for event in callback.events][:2] == ["retry", "up"]
     check_same(module.state_dict(), expected.state_dict(), exact=False)
 
 
 def test_lightning_goes_on_in_micro_batches() -> None:
     expected = by_lightning.Speaker()
     by_lightning.fit(expected, max_epochs=1)
-    module, callback = by_lightning.Speaker(), LightningSurvivalCallback()
+    module, callback = by_lightning.Speaker(), LightningSurvivalCallback(numerics="rounding")
     with Faults(60, 61):
         by_lightning.fit(module, callbacks=[callback], max_epochs=1)
-    assert [(event.kind, event.pieces) for event in callback.events] == [("retry", 1), ("up", 2)]
+    assert [event.kind for event in callback.events][:2] == ["retry", "up"]
     check_same(module.state_dict(), expected.state_dict(), exact=False)
     assert logged(module) == pytest.approx(logged(expected), rel=1e-4)
 

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from vramfit.planner.output_check import FLIPPED, compare_outputs, judge_outputs, outputs_of
-from vramfit.planner.promised_errors import PRECISION_ERROR, ROUNDING_ERROR
 from vramfit.techniques import Numerics
+from vramfit.techniques.support.promised_errors import PRECISION_ERROR, ROUNDING_ERROR
 from vramfit.workload import Workload
 
 

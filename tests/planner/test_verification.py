@@ -12,8 +12,6 @@ from tests.planner.test_plan_objects import _layers, _plan
 from tests.techniques.toys import all_toys
 from torch import nn
 
-from vramfit.planner.promised_errors import ROUNDING_ERROR
-from vramfit.planner.trial_attempts import silence_dropout
 from vramfit.planner.verification import (
     LOSS_SHARE,
     Verification,
@@ -25,6 +23,8 @@ from vramfit.planner.verification import (
 )
 from vramfit.report import print_report
 from vramfit.techniques import Numerics
+from vramfit.techniques.support.no_dropout import silence_dropout
+from vramfit.techniques.support.promised_errors import ROUNDING_ERROR
 
 
 def test_a_bitwise_plan_is_equal_in_every_gradient_and_loss() -> None:

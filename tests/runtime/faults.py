@@ -39,5 +39,6 @@ class Faults(TorchDispatchMode):
 
 
 def leaves_of(value: Any) -> list[torch.Tensor]:
-    """The tensors of a structure."""
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    """The dense tensors of a structure."""
+    found = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in found if leaf.layout is torch.strided]

@@ -229,6 +229,40 @@ def test_other_errors_pass_with_all_as_before() -> None:
     assert torch.equal(before, model.weight)
 
 
+def test_a_step_that_catches_its_own_shortage_does_not_fit() -> None:
+    done: list[int] = []
+
+    def step(size: int) -> None:
+        try:
+            if size > 5:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. (a test's)")
+        except torch.OutOfMemoryError:
+            return
+        done.append(size)
+
+    assert vramfit.largest_batch(step, model=nn.Linear(3, 2)).size == 5
+
+
+def test_a_schedule_that_nobody_named_is_put_back() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+    def step(size: int) -> None:
+        if size > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. (a test's)")
+        model(torch.ones(size, 3)).sum().backward()
+        optimizer.step()
+        schedule.step()
+
+    assert vramfit.largest_batch(step, model=model, optimizer=optimizer).size == 3
+    assert (
+        schedule.last_epoch == 0
+        and schedule.get_last_lr() == [1.0]
+        and optimizer.param_groups[0]["lr"] == 1.0
+    )
+
+
 def test_not_even_one() -> None:
     def step(size: int) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. (a test's)")

@@ -89,6 +89,27 @@ REAL = [
         "MPS backend out of memory (MPS allocated: 6.81 GB, other allocations: 8.94 GB, max allowed: 18.13 GB)",
         ShortOf.DEVICE,
     ),
+    # rocBLAS', hipBLAS' and MIOpen's names of their status: rocblas-types.h, hipblas.h, miopen.h
+    (
+        RuntimeError,
+        "CUDA error: HIPBLAS_STATUS_ALLOC_FAILED when calling `hipblasCreate(handle)`",
+        ShortOf.CUBLAS,
+    ),
+    (RuntimeError, "CUDA error: rocblas_status_memory_error when calling `rocblas_sgemm`", ShortOf.CUBLAS),
+    (RuntimeError, "MIOpen error: miopenStatusAllocFailed", ShortOf.CUDNN),
+    # aten/src/ATen/cuda/Exceptions.h and aten/src/ATen/native/cuda/CuFFTUtils.h
+    (
+        RuntimeError,
+        "cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`",
+        ShortOf.MATHS,
+    ),
+    (
+        RuntimeError,
+        "CUDA error: resource allocation failed when calling `cusparseCreate(handle)`",
+        ShortOf.MATHS,
+    ),
+    (RuntimeError, "cuFFT error: CUFFT_ALLOC_FAILED", ShortOf.MATHS),
+    (RuntimeError, "cuFFT error: HIPFFT_ALLOC_FAILED", ShortOf.MATHS),
     (HostPressureError, "memory.high of the control group is near", ShortOf.PRESSURE),
 ]
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 import vramfit
-from vramfit.errors import UsageError
+from vramfit.errors import UsageError, VramfitError
 
 
 def test_two_ranks_agree_before_each_collective() -> None:
@@ -68,6 +68,38 @@ def test_a_layer_that_one_rank_alone_uses_steps_on_all(tmp_path: Path) -> None:
     mine, states, theirs, states_of_theirs = first
     assert mine == theirs
     assert states == states_of_theirs == 4
+
+
+def one_batch_less(rank: int, folder: str) -> None:
+    """Train as one of two ranks, of which the second has a batch less, and write down how it ends."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2, timeout=timedelta(seconds=60)
+    )
+    model = nn.parallel.DistributedDataParallel(nn.Linear(3, 2))
+    said = []
+
+    def gathers(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        loss = net(x).square().mean()
+        torch.distributed.all_reduce(loss.detach())
+        return loss  # type: ignore[no-any-return]
+
+    for loss in (gathers, lambda net, x: net(x).square().mean()):
+        try:
+            with vramfit.survive(model, torch.optim.SGD(model.parameters()), loss=loss) as survivor:
+                for _ in range(3 - rank):
+                    survivor.step(torch.ones(4, 3))
+        except VramfitError as error:
+            said.append(error.message)
+    Path(folder, f"{rank}.json").write_text(json.dumps(said))
+    torch.distributed.destroy_process_group()
+
+
+def test_a_collective_in_the_loss_and_a_rank_with_a_batch_less_are_one_line(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(one_batch_less, args=(str(tmp_path),), nprocs=2)
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    assert first[0].startswith("the step calls all_reduce itself") and second == first[:1]
+    assert first[1].startswith("another rank has left the training before this step: it had fewer batches")
 
 
 class Sharded(nn.Linear, FSDPModule):

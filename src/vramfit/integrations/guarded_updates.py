@@ -22,6 +22,8 @@ _OPTIONS = (
     "vote_seconds",
     "host_margin",
     "reserve",
+    "state",
+    "enabled",
     "on_event",
 )
 
@@ -53,6 +55,18 @@ class GuardedUpdate:
         finally:
             back()
         return result
+
+
+def insisted(
+    survivor: Survivor, action: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]
+) -> Any:
+    """What a trainer's own function gives, called again where it ran out of memory.
+
+    Iterators among its arguments become lists: the second call would find them empty, and e.g. clip nothing.
+    """
+    given = [list(one) if hasattr(one, "__next__") else one for one in args]
+    words = {name: list(one) if hasattr(one, "__next__") else one for name, one in named.items()}
+    return survivor.insist(lambda: action(*given, **words))
 
 
 def trainer_survivor(model: nn.Module, optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> Survivor:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from vramfit.errors import UsageError
-from vramfit.integrations.guarded_updates import GuardedUpdate, check_options, trainer_survivor
+from vramfit.integrations.guarded_updates import GuardedUpdate, check_options, insisted, trainer_survivor
 from vramfit.integrations.lightning import LightningTraining, PlanCallback, check_fit
 from vramfit.integrations.plan_callbacks import put
 from vramfit.runtime.survival.ladder import SurvivalEvent
@@ -111,19 +111,12 @@ class _SurvivingFit(LightningTraining):
         batch, self.batch = self.batch, None
         logged = _Logged(self._trainer)
 
-        def attempt() -> tuple[Any]:
-            try:
-                return (complete(),)
-            except BaseException:
-                logged.take_back()
-                raise
-
-        (result,) = self.survivor.gradients(batch, attempt)
+        (result,) = self.survivor.gradients(batch, lambda: (complete(),), discard=logged.take_back)
         return result
 
     def _cut(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The norm is computed before any gradient is cut, which allocates nothing."""
-        return self.survivor.insist(lambda: plain(*args, **kwargs))
+        return insisted(self.survivor, plain, args, kwargs)
 
     def undo(self) -> None:
         """Leave the module and the trainer as they were."""

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from vramfit.errors import UsageError
-from vramfit.integrations.guarded_updates import GuardedUpdate, check_options, trainer_survivor
+from vramfit.integrations.guarded_updates import GuardedUpdate, check_options, insisted, trainer_survivor
 from vramfit.integrations.plan_callbacks import put
 from vramfit.integrations.transformers import (
     PlanCallback,
@@ -116,7 +116,7 @@ class _SurvivingTraining(TrainerTraining):
 
     def _clipped(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The norm is computed before any gradient is cut, which allocates nothing."""
-        return self.survivor.insist(lambda: plain(*args, **kwargs))
+        return insisted(self.survivor, plain, args, kwargs)
 
     def undo(self) -> None:
         """Leave the model and the Trainer as they were."""

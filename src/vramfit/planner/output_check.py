@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from vramfit.planner.promised_errors import allowed_error
 from vramfit.techniques import Numerics, live_of
+from vramfit.techniques.support.promised_errors import allowed_error
 from vramfit.torch_internals.pytree import keystr, tree_flatten_with_path, tree_map_only
 from vramfit.workload import Workload
 

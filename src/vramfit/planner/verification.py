@@ -33,10 +33,10 @@ from vramfit.planner.devices.cost import DeviceBackend
 from vramfit.planner.output_check import OutputCheck
 from vramfit.planner.plan_file import PlanFigures
 from vramfit.planner.plans import Plan
-from vramfit.planner.promised_errors import allowed_error
-from vramfit.planner.trial_attempts import silence_dropout
 from vramfit.techniques import Numerics, live_of
 from vramfit.techniques.micro_batching import batch_size_name
+from vramfit.techniques.support.no_dropout import silence_dropout
+from vramfit.techniques.support.promised_errors import allowed_error
 from vramfit.torch_internals.dispatch import TorchDispatchMode
 from vramfit.torch_internals.pytree import tree_map_only
 from vramfit.workload import State, Workload

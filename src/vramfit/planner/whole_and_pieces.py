@@ -12,8 +12,6 @@ import torch
 from torch import nn
 
 from vramfit.errors import UsageError
-from vramfit.planner.trial_attempts import NothingDropped, silence_dropout
-from vramfit.planner.uneven_batch import Varied, made_ragged
 from vramfit.techniques.core.attached_program import AttachedProgram
 from vramfit.techniques.core.technique import Choice
 from vramfit.techniques.gradient_caching import (
@@ -30,6 +28,8 @@ from vramfit.techniques.micro_batching import (
     batch_size_name,
     find_cut,
 )
+from vramfit.techniques.support.no_dropout import NothingDropped, silence_dropout
+from vramfit.techniques.support.uneven_batch import Varied, made_ragged
 from vramfit.torch_internals.layers import BatchNorm
 from vramfit.workload import Batch, Workload
 from vramfit.workload.containers import mapped

@@ -154,7 +154,14 @@ class _Trials:
         limit = 0 if now is None else now.free + now.reserved - settings.margin_bytes
         self.limit_bytes = self.agreed_least(limit)
         self.message = ""
-        self._state = TrainingState(subject.models, subject.optimizers, subject.others, subject.device)
+        self._swallowed = False
+        self._state = TrainingState(
+            subject.models,
+            subject.optimizers,
+            subject.others,
+            subject.device,
+            [subject.step, *subject.make_batch],
+        )
 
     def run(self, size: int) -> BatchTrial:
         """Some steps at a size, of which nothing is left.
@@ -165,8 +172,12 @@ class _Trials:
         peak_before = self._peak()
         failure: BaseException | None = None
         ended = _FITS
+        refused = _refused_requests(self._subject.device)
         try:
-            self._steps(size)
+            with shortages_seen() as seen:
+                self._steps(size)
+            if seen or _refused_requests(self._subject.device) > refused:
+                ended, self._swallowed = _SHORT, True
         except BaseException as error:
             ended = _SHORT if self._recovery.noted(error) else _FAILED
             failure = error if ended is _FAILED else None
@@ -179,6 +190,9 @@ class _Trials:
         if ended == _SHORT:
             mine = self._recovery.last if own == _SHORT else None
             self.message = "another rank ran out" if mine is None else mine.message
+            if self._swallowed:
+                self._swallowed = False
+                self.message = "the step ran out of memory and went on, so that it did not do the whole batch"
         if failure is not None:
             raise failure
         if ended == _FAILED:
@@ -221,6 +235,38 @@ class _Trials:
         """The highest that torch has reserved; not reset, since it is the user's."""
         device = self._subject.device
         return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else 0
+
+
+@contextlib.contextmanager
+def shortages_seen() -> Iterator[list[str]]:
+    """The out-of-memory errors that come up while this is entered, those that a program catches itself included.
+
+    torch makes each of them an instance of ``torch.OutOfMemoryError``, whose class takes another ``__init__``.
+    """
+    seen: list[str] = []
+    kind: Any = torch.OutOfMemoryError
+    own = vars(kind).get("__init__")
+    plain = kind.__init__
+
+    def noted(self: Any, *args: Any, **kwargs: Any) -> None:
+        plain(self, *args, **kwargs)
+        seen.append(str(args[0]) if args else "")
+
+    kind.__init__ = noted
+    try:
+        yield seen
+    finally:
+        if own is None:
+            del kind.__init__
+        else:
+            kind.__init__ = own
+
+
+def _refused_requests(device: torch.device) -> int:
+    """How often torch's allocator has given up on a device; 0 where it does not count."""
+    if device.type != "cuda":
+        return 0
+    return int(torch.cuda.memory_stats(device).get("num_ooms", 0))
 
 
 def repeated(batch: Any, size: int, dim: int = 0) -> Any:

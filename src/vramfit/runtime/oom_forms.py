@@ -25,8 +25,9 @@ class ShortOf(Enum):
     Attributes:
         DEVICE: torch's allocator, of the device's memory.
         DRIVER: the CUDA driver or runtime, outside of torch's allocator.
-        CUBLAS: cuBLAS, for a handle or a workspace.
-        CUDNN: cuDNN, for a handle or a workspace.
+        CUBLAS: cuBLAS, hipBLAS or rocBLAS, for a handle or a workspace.
+        CUDNN: cuDNN or MIOpen, for a handle or a workspace.
+        MATHS: cuSOLVER, cuSPARSE, cuFFT or AMD's counterparts, for a handle, a plan or a workspace.
         NCCL: NCCL, for its buffers.
         HOST: the host's allocator.
         PRESSURE: the host is about to: a limit of its control group is near.
@@ -36,6 +37,7 @@ class ShortOf(Enum):
     DRIVER = "driver"
     CUBLAS = "cublas"
     CUDNN = "cudnn"
+    MATHS = "maths"
     NCCL = "nccl"
     HOST = "host"
     PRESSURE = "pressure"
@@ -73,6 +75,14 @@ _FORMS: tuple[tuple[ShortOf, re.Pattern[str]], ...] = tuple(
             r"CUDNN_STATUS_(ALLOC_FAILED|INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"
             r"|INTERNAL_ERROR_HOST_ALLOCATION_FAILED)\b",
         ),
+        # hipBLAS, rocBLAS and MIOpen: hipblasStatus_t, rocblas_status and miopenStatus_t
+        (ShortOf.CUBLAS, r"HIPBLAS_STATUS_ALLOC_FAILED\b|\brocblas_status_memory_error\b"),
+        (ShortOf.CUDNN, r"\bmiopenStatusAllocFailed\b"),
+        # cuSOLVER, cuSPARSE and cuFFT, and AMD's counterparts: ATen/cuda/Exceptions.h, native/cuda/CuFFTUtils.h;
+        # cuSPARSE's own words for its status are those of cusparseGetErrorString
+        (ShortOf.MATHS, r"\b(CUSOLVER|HIPSOLVER|CUSPARSE|HIPSPARSE)_STATUS_ALLOC_FAILED\b"),
+        (ShortOf.MATHS, r"CUDA error: resource allocation failed when calling `cusparse"),
+        (ShortOf.MATHS, r"\b(CU|HIP)FFT_ALLOC_FAILED\b"),
         # NCCL's src/include/alloc.h and its last error, passed on by torch/csrc/distributed/c10d/NCCLUtils.hpp
         (ShortOf.NCCL, r"(?s)NCCL .*(Cuda failure (2 )?'out of memory'|Failed to CUDA (host )?(c|m)?alloc)"),
         # c10/cuda/CUDAException.cpp with cudaGetErrorString(cudaErrorMemoryAllocation); CUDA_ERROR_OUT_OF_MEMORY

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
+
+import torch
 
 from vramfit.torch_internals.names import Feature
 
@@ -17,3 +20,19 @@ foreach_norm: Any = _CALIBRATION.find("torch._foreach_norm")
 foreach_types: Any = _FEATURE.find("torch.optim.optimizer._foreach_supported_types")
 foreach_utility_types: Any = _FEATURE.find("torch.utils._foreach_utils._foreach_supported_types")
 unscale_foreach_: Any = _CALIBRATION.find("torch._amp_foreach_non_finite_check_and_unscale_")
+
+
+def make_states(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
+    """Let one of torch's optimizers make the states that a group's parameters lack, as its step does first.
+
+    ``Optimizer._init_group`` (torch/optim) takes the group and lists that it fills.
+
+    Returns:
+        whether this release has it; nothing was done if not.
+    """
+    make = getattr(optimizer, "_init_group", None)
+    if make is None:
+        return False
+    lists: list[list[Any]] = [[] for _ in range(len(inspect.signature(make).parameters) - 1)]
+    make(group, *lists)
+    return True

@@ -12,9 +12,9 @@ import torch
 from tests.techniques.gradients.architectures import all_architectures
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from vramfit.planner.trial_attempts import silence_dropout
 from vramfit.planner.verification import judge_gradients
 from vramfit.techniques import Choice, Numerics, live_of, with_choices
+from vramfit.techniques.support.no_dropout import silence_dropout
 from vramfit.workload import State, Workload
 
 Tensors = Mapping[str, torch.Tensor]

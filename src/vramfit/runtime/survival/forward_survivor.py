@@ -29,6 +29,7 @@ class ForwardSurvivor:
         model: as the service has it.
         function: what is called; None calls the model.
         on_event: called with what was done; it is logged too.
+        enabled: False calls once, and passes on what it raises.
 
     Attributes:
         events: what was done so far.
@@ -40,7 +41,10 @@ class ForwardSurvivor:
         model: nn.Module,
         function: Callable[..., Any] | None = None,
         on_event: Callable[[SurvivalEvent], None] | None = None,
+        *,
+        enabled: bool = True,
     ) -> None:
+        self._enabled = enabled
         self.model, self._function, self._on_event = model, function, on_event
         device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
         self._recovery = Recovery(device)
@@ -49,7 +53,7 @@ class ForwardSurvivor:
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Decorate a function of tensors, such as the one that a service answers requests with."""
-        guarded = ForwardSurvivor(self.model, function, self._on_event)
+        guarded = ForwardSurvivor(self.model, function, self._on_event, enabled=self._enabled)
 
         @functools.wraps(function)
         def call(*inputs: Any, **named: Any) -> Any:
@@ -76,6 +80,9 @@ class ForwardSurvivor:
         """
         function = self.model if self._function is None else self._function
         call = (inputs, dict(named))
+        if not self._enabled:
+            with torch.no_grad():
+                return function(*inputs, **named)
         parts = 0
         while True:
             done, found = self._attempt(function, call, parts)

@@ -133,22 +133,23 @@ class Ladder:
             self._patience = max(self._least, self._patience // 2)
             self._trial = False
 
-    def may_go_down(self, now: MemoryNow | None) -> bool:
+    def may_go_down(self, below: int, now: MemoryNow | None) -> bool:
         """Whether a rung may be left on trial: steps went well for long enough, and there is room.
 
         Args:
+            below: the level that would be stood on then.
             now: what the device holds between steps; None where nobody knows.
         """
-        if self.place == 0 or self._good < self._patience:
+        if below >= self.place or self._good < self._patience:
             return False
-        return now is None or self.has_room_below(now)
+        return now is None or self.has_room(below, now)
 
-    def has_room_below(self, now: MemoryNow) -> bool:
-        """Whether what is known to be needed one rung lower is within reach."""
-        return self.place > 0 and self._needed[self.place - 1] <= now.within_reach + now.allocated
+    def has_room(self, level: int, now: MemoryNow) -> bool:
+        """Whether what a level is known to need is within reach."""
+        return self._needed[level] <= now.within_reach + now.allocated
 
-    def go_down(self) -> None:
-        """Leave a rung on trial."""
-        self.place -= 1
+    def go_down(self, below: int) -> None:
+        """Leave a rung on trial, for a level below."""
+        self.place = below
         self._good = 0
         self._trial = True

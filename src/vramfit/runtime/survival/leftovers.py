@@ -25,12 +25,16 @@ T = TypeVar("T")
 
 
 def clear_frames(error: BaseException) -> None:
-    """Let go of what the frames of an error hold, and of those that it was raised from; inside of its handler."""
+    """Let go of what the frames of a shortage hold, and of shortages that it was raised from; inside of its handler."""
     for one in list(chain_of(error)):
+        if one is not error and recognised(one) is None:
+            continue  # the program's own, which it may keep: what the shortage was raised during is only let go of
         if one.__traceback__ is not None:
             traceback.clear_frames(one.__traceback__)
         one.__traceback__ = None
         one.__context__ = one.__cause__ = None
+    if recognised(getattr(sys, "last_value", None) or ValueError()) is None:
+        return
     for name in ("last_exc", "last_value", "last_traceback"):  # of an interactive session, an attempt before
         if hasattr(sys, name):
             setattr(sys, name, None)
@@ -67,11 +71,13 @@ class Recovery:
     Attributes:
         last: the latest shortage.
         count: shortages so far.
+        on_retry: called with the shortage where something is done again that no rung is taken for.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.last: MemoryShortage | None = None
+        self.on_retry: Callable[[MemoryShortage], None] | None = None
         self.count = 0
 
     def noted(self, error: BaseException) -> bool:
@@ -88,6 +94,12 @@ class Recovery:
         """Make room; to be called after the handler was left."""
         release_memory(self.device)
 
+    def retry(self) -> None:
+        """Make room and say that something is done again; to be called after the handler was left."""
+        self.release()
+        if self.on_retry is not None and self.last is not None:
+            self.on_retry(self.last)
+
     def insist(self, action: Callable[[], T], tries: int = 3) -> T:
         """Do what changes nothing where it fails, again where it ran out of memory.
 
@@ -101,7 +113,7 @@ class Recovery:
             except BaseException as error:
                 if not self.noted(error):
                     raise
-            self.release()
+            self.retry()
         return action()
 
 

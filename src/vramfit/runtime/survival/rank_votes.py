@@ -45,12 +45,13 @@ class RankVotes:
         self._bucket: torch.Tensor | None = None
         self._absent: set[nn.Parameter] = set()
         self._buffers_due = True
+        self._left = False
 
     def most(self, *values: int) -> tuple[int, ...]:
         """The largest of what each rank says, for each value.
 
         Raises:
-            VramfitError: a rank does not answer in time.
+            VramfitError: a rank does not answer in time, or has left.
         """
         told = torch.tensor(values, dtype=torch.int64, device="cpu")
         try:
@@ -61,6 +62,20 @@ class RankVotes:
                 "Look at the other ranks' logs: one has ended or hangs",
             ) from error
         return tuple(int(value) for value in told)
+
+    def begin_step(self) -> None:
+        """Make sure that all ranks begin a step.
+
+        Raises:
+            VramfitError: one has left, or does not answer in time.
+        """
+        (left,) = self.most(0)
+        if left:
+            self._left = True
+            raise VramfitError(
+                "another rank has left the training before this step: it had fewer batches, or failed",
+                "Give all ranks as many batches (drop_last=True, or a DistributedSampler), or look at its log",
+            )
 
     def synchronise_buffers(self) -> None:
         """Give all ranks the first one's buffers after a reduction, before the attempts of a step.
@@ -81,9 +96,18 @@ class RankVotes:
         self._buffers_due = False
         wrapper.require_forward_param_sync = False
 
+    def fail(self) -> None:
+        """This rank ends with an error, somewhere inside of a step: others find out when it does not vote."""
+        self._left = True
+
     def close(self) -> None:
-        """Let the wrapper synchronise by itself again."""
+        """Let the wrapper synchronise by itself again, and tell ranks that go on that this one does not."""
         self._wrapper.require_forward_param_sync = True
+        if self._left or not self._dist.is_initialized():
+            return
+        self._left = True
+        with contextlib.suppress(VramfitError):
+            self.most(1)
 
     def prepare(self, model: nn.Module) -> None:
         """Have the buffer of the reduction before the vote, and a place for gradients that only other ranks have.

@@ -29,6 +29,8 @@ class SurvivalSettings:
 
     Attributes:
         numerics: how far results may differ from the step without a shortage; it goes no further.
+        numerics_by_default: whether nobody said so.
+        enabled: whether anything is done; if not, steps are those of a plain loop.
         patience: good steps before something is left on trial.
         reduction: how the loss makes one number of a batch, for micro-batches.
         labels: where a batch has what weighs.
@@ -38,7 +40,9 @@ class SurvivalSettings:
         reserve: bytes of the card that are kept back for the optimizer's step.
     """
 
-    numerics: Numerics = Numerics.ROUNDING
+    numerics: Numerics = Numerics.BITWISE
+    numerics_by_default: bool = False
+    enabled: bool = True
     patience: int = 50
     reduction: Reduction = Reduction.AUTO
     labels: str = "labels"

@@ -1,16 +1,16 @@
 """Runs the steps of a loop so that each is done exactly once, whatever memory does in between.
 
-NOTE [A step as a transaction]: up to the optimizer's step everything that a step changes is gradients, buffers, random
-states and a scaler's bookkeeping. These are noted at the start and put back after a shortage, so that the step begins
-anew, with more done to make it fit (`vramfit.runtime.survival.ladder`). The optimizer's step itself commits slice by
-slice (`guarded_step`), and ends. What follows (the scaler's update, the schedule) is small, and is done once.
+NOTE [A step as a transaction]: a step may be called again. So what it moves besides gradients (buffers, attributes,
+random states, whatever its function reaches) is noted at the start (`step_watch`) and put back after a shortage, and
+the step begins anew, with more done to make it fit (`ladder`). The optimizer's step itself commits as a whole
+(`guarded_step`). What follows (the scaler's update, the schedule) is small, and is done once. What cannot be put back
+is found out in the first steps; a step that moves such a thing is not called again.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import logging
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any, TypeVar
@@ -19,36 +19,32 @@ import torch
 from torch import nn
 
 from vramfit.errors import UsageError
-from vramfit.runtime.oom_forms import MemoryShortage, ShortOf
+from vramfit.runtime.oom_forms import MemoryShortage
+from vramfit.runtime.state.declared import DeclaredState
+from vramfit.runtime.state.reach import reached_from
+from vramfit.runtime.state.state_notes import ContainersNote, TensorsNote
+from vramfit.runtime.survival.climber import Climber
 from vramfit.runtime.survival.emergency_reserve import EmergencyReserve
 from vramfit.runtime.survival.guarded_step import GuardedStep
-from vramfit.runtime.survival.host_watch import HostWatch
-from vramfit.runtime.survival.ladder import Ladder, Rung, RungLevel, SurvivalEvent
-from vramfit.runtime.survival.leftovers import MemoryNow, Recovery, memory_now, requested_bytes
+from vramfit.runtime.survival.ladder import Ladder, Rung, SurvivalEvent
+from vramfit.runtime.survival.leftovers import Recovery, memory_now
+from vramfit.runtime.survival.pieces_check import PieceWork
+from vramfit.runtime.survival.plain_loop import PlainLoop
 from vramfit.runtime.survival.rank_votes import unsynchronised, votes_for
 from vramfit.runtime.survival.scaled_step import scaled_step
+from vramfit.runtime.survival.step_call import LossCall, as_batch, detached, loss_in
+from vramfit.runtime.survival.step_refusals import check_collectives, check_optimizer, check_scheduler
 from vramfit.runtime.survival.step_state import StepState
+from vramfit.runtime.survival.step_watch import StepWatch
 from vramfit.runtime.survival.survival_settings import SurvivalSettings, UpdatePart
-from vramfit.techniques import AttachedProgram, Choice, Numerics, find_technique
-from vramfit.techniques.activation_checkpointing import Checkpointing, Mode
-from vramfit.techniques.activation_offload import ActivationOffloadSetting
-from vramfit.techniques.micro_batching import (
-    BatchNormalisation,
-    MicroBatchingSetting,
-    batch_norms,
-    find_cut,
-)
+from vramfit.techniques import AttachedProgram
+from vramfit.units import format_bytes
 from vramfit.workload import to_device
 from vramfit.workload.containers import tensors_in
 
-Loss = Callable[[nn.Module, Any], torch.Tensor]
+Loss = Callable[..., Any]
 
 T = TypeVar("T")
-
-_ANOTHER_RANK = MemoryShortage(of=ShortOf.DEVICE, message="another rank ran out of memory")
-
-_LAST_TRIES = 6
-"""Attempts that a step has beside one for each rung before it is given up: a neighbour's peak passes."""
 
 _log = logging.getLogger("vramfit.survive")
 
@@ -58,10 +54,12 @@ class Survivor:
 
     Args:
         model: as the loop has it.
-        optimizer: steps its parameters.
-        loss: of the model and a batch, a scalar; None until the survivor is called with it.
+        optimizer: steps its parameters; one that Accelerate has prepared steps as the one inside of it.
+        loss: of the model and a batch: a scalar, alone or with metrics beside it; None until the survivor is called
+            with it.
         scheduler: steps once after each of the optimizer's steps, or None.
         scaler: of mixed precision, or None.
+        state: what else a step moves, where that cannot be seen.
         on_event: called with what was done; it is logged too.
 
     Attributes:
@@ -70,7 +68,8 @@ class Survivor:
         steps: that were committed.
 
     Raises:
-        UsageError: the optimizer has no step that could be guarded, or there is no room for the reserve.
+        UsageError: the optimizer has no step that could be guarded, the schedule wants a metric, the model has
+            collectives of its own, or there is no room for the reserve.
     """
 
     def __init__(
@@ -82,52 +81,101 @@ class Survivor:
         *,
         scheduler: Any = None,
         scaler: torch.amp.GradScaler | None = None,
+        state: Iterable[Any] = (),
         on_event: Callable[[SurvivalEvent], None] | None = None,
     ) -> None:
+        optimizer, scaler = _unwrapped(optimizer, scaler)
+        check_optimizer(optimizer)
+        if scheduler is not None:
+            check_scheduler(scheduler)
         self.model, self.optimizer, self.settings = model, optimizer, settings
-        self._loss, self._scheduler, self._on_event = loss, scheduler, on_event
+        self._loss = None if loss is None else LossCall(loss, model, takes_model=True)
+        self._scheduler, self._on_event = scheduler, on_event
         self.live = AttachedProgram(model, optimizer)
         self.live.scaler = scaler
-        self._votes = votes_for(model, settings.vote_seconds)
+        self._plain = PlainLoop(self.live, optimizer, scheduler, settings.clip_norm)
+        self._declared = DeclaredState(list(state))
+        self._votes = votes_for(model, settings.vote_seconds) if settings.enabled else None
         self._recovery = Recovery(self.live.device)
-        self._reserve = EmergencyReserve(settings.reserve, self.live.device) if settings.reserve else None
+        self._recovery.on_retry = self._tell_of_retry
+        self._reserve: EmergencyReserve | None = None
+        if settings.reserve and settings.enabled:
+            self._reserve = EmergencyReserve(settings.reserve, self.live.device)
         self._guard = GuardedStep(optimizer, self._recovery, reserve=self._reserve)
-        self._ladder: Ladder | None = None
-        self._standing = 0
-        self._unattachable: set[int] = set()
-        self._checkpoints = True
+        self._climber = Climber(self.live, self._guard, self._recovery, self._votes, settings, self._tell)
+        self._watch: StepWatch | None = None
+        self._several = False
+        self._accumulates = False
+        self._had_reserve = True
+        self._said_default = False
         self.events: list[SurvivalEvent] = []
         self.steps = 0
-        self._may_go_down = False
-        self._had_reserve = True
-        self._host = HostWatch(settings.host_margin)
+        if settings.enabled:
+            self._say_what_is_copied()
 
     # -- the loop --------------------------------------------------------------------------------------------------
 
-    def step(self, batch: Any) -> torch.Tensor:
-        """One whole step: forward, backward, the optimizer's step, the schedule. It is done, or nothing is changed.
+    def step(self, *batch: Any, **named: Any) -> Any:
+        """One whole step: gradients cleared, forward, backward, the optimizer's step, the schedule. Done, or not begun.
 
         Args:
-            batch: on the host or the device, in any containers.
+            batch, named: what the function that computes the loss takes, on the host or the device, in any containers.
 
         Returns:
-            the loss of the batch, without its graph.
+            what that function gave, without its graph: the loss of the batch, and metrics where it gave some.
 
         Raises:
             torch.OutOfMemoryError: nothing made the step fit (or another form of shortage); all is as before the step.
             BaseException: what the model, the loss or the optimizer raise; all is as before the step, but for an error
-                of the optimizer itself.
+                of one of torch's optimizers itself.
         """
-        if self._loss is None:
-            raise UsageError("survive has no loss", "Give loss=, or decorate the function that computes it")
-        loss: torch.Tensor = self.gradients(batch, lambda: self._own_gradients(batch))
-        self._commit()
+        given, self._several = as_batch(batch, named)
+        self._check_loss()
+        if not self.settings.enabled:
+            result = self._plain.step(lambda: self._forward(given))
+            self.steps += 1
+            return result
+        part = UpdatePart.LAST if self._accumulates and self._votes is not None else UpdatePart.WHOLE
+        result, state = self._with_gradients(
+            given, lambda: self._own_gradients(given), part, adds=self._accumulates
+        )
+        self._commit(state)
+        self._accumulates = False
         self.settle()
-        return loss
+        return result
+
+    def accumulate(self, *batch: Any, **named: Any) -> Any:
+        """Forward and backward of a batch whose gradients are added to those of the next `step`, which takes them all.
+
+        Args:
+            batch, named: as of `step`.
+
+        Returns:
+            as of `step`.
+
+        Raises:
+            BaseException: as of `step`; gradients that were accumulated before are kept.
+        """
+        given, self._several = as_batch(batch, named)
+        self._check_loss()
+        if not self.settings.enabled:
+            return self._plain.gradients(lambda: self._forward(given))
+        part = UpdatePart.EARLIER if self._votes is not None else UpdatePart.WHOLE
+        result, _ = self._with_gradients(
+            given, lambda: self._own_gradients(given), part, adds=self._accumulates, finishes=False
+        )
+        self._accumulates = True
+        return result
 
     # -- parts of a step, for a trainer that has its own loop ---------------------------------------------------------
 
-    def gradients(self, batch: Any, work: Callable[[], T], part: UpdatePart = UpdatePart.WHOLE) -> T:
+    def gradients(
+        self,
+        batch: Any,
+        work: Callable[[], T],
+        part: UpdatePart = UpdatePart.WHOLE,
+        discard: Callable[[], None] | None = None,
+    ) -> T:
         """Gradients of a batch, added to those that are there: all of them, or nothing is changed.
 
         Args:
@@ -135,6 +183,7 @@ class Survivor:
             part: which batch of an update it is, for several ranks.
             work: goes forward and backward, through `live`'s pieces; called again for each attempt. It gives anything
                 but None.
+            discard: takes back what an attempt that does not count has left with the trainer.
 
         Returns:
             what the work gave in the attempt that went well.
@@ -143,17 +192,9 @@ class Survivor:
             torch.OutOfMemoryError: nothing made it fit (or another form of shortage); all is as before.
             BaseException: what the work raises; all is as before.
         """
-        ladder = self._ladder_for(batch)
-        self._look_at_host(ladder)
-        live, scaler = self.live, self.live.scaler
-        if self._votes is not None:
-            self._votes.synchronise_buffers()
-        state = self._recovery.insist(lambda: StepState(self.model, scaler, live.device))
-        try:
-            return self._attempted(work, state, ladder, part)
-        except BaseException:
-            state.give_back()
-            raise
+        if not self.settings.enabled:
+            return work()
+        return self._with_gradients(batch, work, part, adds=True, discard=discard)[0]
 
     def update(self) -> None:
         """The optimizer's step alone, with the gradients as they are; it ends, unless the host has no room either."""
@@ -163,39 +204,33 @@ class Survivor:
         self._tell_of_step(hosted)
 
     def insist(self, action: Callable[[], T]) -> T:
-        """Do what changes nothing where it fails, again where it ran out of memory; such as the norm of gradients."""
-        return self._recovery.insist(action)
+        """Do what changes nothing where it fails, again where it ran out of memory, e.g. the norm of gradients."""
+        return self._recovery.insist(action) if self.settings.enabled else action()
 
     def settle(self) -> None:
         """Count a step that is done, and leave a rung on trial where it is time."""
-        if self._ladder is not None:
-            self._ladder.after_good_step()
-            if self._may_go_down and not self._host.pressed:
-                self._go_down(self._ladder)
+        self._climber.after_good_step()
         self.steps += 1
 
-    def __call__(self, loss: Callable[..., torch.Tensor]) -> Callable[[Any], torch.Tensor]:
+    def __call__(self, loss: Callable[..., Any]) -> Callable[..., Any]:
         """Decorate the function that computes the loss of a batch: it becomes a whole step.
 
         Args:
-            loss: of a batch, with the model that it knows; of the model and a batch where it takes two arguments.
+            loss: of what a step is called with, with the model that it knows; or of the model and that, where it takes
+                one argument more than the step is called with.
         """
-        takes = [
-            one
-            for one in inspect.signature(loss).parameters.values()
-            if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD) and one.default is one.empty
-        ]
-        self._loss = loss if len(takes) == 2 else lambda _model, batch: loss(batch)
+        self._loss = LossCall(loss, self.model, takes_model=None)
+        self._watch = None
 
         @functools.wraps(loss)
-        def step(batch: Any) -> torch.Tensor:
-            return self.step(batch)
+        def step(*batch: Any, **named: Any) -> Any:
+            return self.step(*batch, **named)
 
         step.survivor = self  # type: ignore[attr-defined]
         return step
 
-    def loop(self, batches: Iterable[Any]) -> Iterator[torch.Tensor]:
-        """The losses of batches, one step each."""
+    def loop(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """What `step` gives for each of some batches."""
         for batch in batches:
             yield self.step(batch)
 
@@ -204,13 +239,12 @@ class Survivor:
         if self._reserve is not None:
             self._reserve.close()
             self._reserve = None
-        self.live.undo()
-        self._standing = 0
+        self._climber.step_off()
         if self._votes is not None:
             self._votes.close()
         if self._guard.hosted:
             self._recovery.release()
-            self._bring_back()
+            self._climber.bring_back()
             if self._guard.hosted:
                 _log.warning(
                     "states of %d parameters stay on the host: there is no room on the device; close() tries again",
@@ -220,18 +254,76 @@ class Survivor:
     def __enter__(self) -> Survivor:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and self._votes is not None:
+            self._votes.fail()
         self.close()
 
     # -- gradients -------------------------------------------------------------------------------------------------
 
-    def _attempted(self, work: Callable[[], T], state: StepState, ladder: Ladder, part: UpdatePart) -> T:
+    def _with_gradients(
+        self,
+        batch: Any,
+        work: Callable[[], T],
+        part: UpdatePart,
+        *,
+        adds: bool,
+        finishes: bool = True,
+        discard: Callable[[], None] | None = None,
+    ) -> tuple[T, StepState]:
+        """What a pass over a batch gives, its gradients in the parameters; and the state from before.
+
+        Args:
+            adds: whether gradients that are there are part of the update.
+            finishes: whether the update follows, for which gradients are unscaled and cut.
+            discard: takes back what an attempt that does not count has left elsewhere.
+        """
+        ladder = self._climber.ladder_for(batch)
+        watch = self._watch or self._watched()
+        self._climber.look_at_host(ladder)
+        if self._votes is not None:
+            self._votes.begin_step()
+            self._votes.synchronise_buffers()
+        state = self._recovery.insist(
+            lambda: StepState(watch, self.model, self.live.scaler, self.optimizer, adds=adds, discard=discard)
+        )
+        piece_work = PieceWork(batch=batch, run=work, restore=lambda: self._restored(state))
+        try:
+            if watch.steps and not ladder.place and self._climber.pieces_are_due:
+                self._compare_pieces(piece_work, less=False)
+            result = self._attempted(piece_work, state, ladder, part, finishes=finishes)
+        except BaseException:
+            state.give_back()
+            raise
+        self._learn(watch, state)
+        return result, state
+
+    def _compare_pieces(self, work: PieceWork, *, less: bool) -> None:
+        """Compare the batch with its pieces, on all ranks."""
+        pieces = self._climber.pieces
+        self._climber.step_off()
+        pieces.compare(work, less=less)
+        count = len(pieces.trusted)
+        if self._votes is not None and -self._votes.most(-count)[0] < count:
+            pieces.trusted.clear()
+            pieces.why_not = "pieces of another rank's batch do not give its gradients"
+        elif count and less:
+            self._tell(
+                "compared",
+                self._climber.rung,
+                evidence=f"pieces of {pieces.examples} examples give their gradients",
+            )
+
+    def _attempted(
+        self, work: PieceWork, state: StepState, ladder: Ladder, part: UpdatePart, *, finishes: bool
+    ) -> Any:
         """What the work gives, with all gradients of a batch in the parameters."""
         last = part is UpdatePart.LAST and self._votes is not None
+        most, climber = self._climber.most, self._climber
 
-        def whole() -> T:
+        def whole() -> Any:
             with unsynchronised(self.model):
-                found = work()
+                found = work.run()
             if last and self._votes is not None:  # what the reduction needs is there before the vote
                 state.join_gradients()
                 self._votes.prepare(self.model)
@@ -239,24 +331,67 @@ class Survivor:
 
         attempts = 0
         while True:
-            self._stand_on(ladder)
+            climber.stand_on(ladder)
             place = ladder.place
-            found = self._tried(whole)
-            may = ladder.may_go_down(memory_now(self.live.device))
-            failed, stay = self._most(int(found is None), int(not may))
+            found, why = self._attempt(whole, state)
+            (unrepeatable,) = most(int(bool(why)))
+            if unrepeatable:
+                del found
+                climber.refuse_checkpointing(ladder, why or "another rank's model writes what it reads")
+                self._restored(state)
+                continue
+            may = ladder.may_go_down(climber.below(ladder), memory_now(self.live.device))
+            failed, stay = most(int(found is None), int(not may))
             if not failed:
-                finished = self._tried(lambda: self._finished_gradients(state, part))
-                (failed,) = self._most(int(finished is None))
+                finished = self._tried(lambda: self._finished_gradients(state, part, finishes=finishes))
+                (failed,) = most(int(finished is None))
             if not failed and found is not None:
-                self._may_go_down = not stay
+                climber.may_go_down = not stay
                 return found
             # Outside of the handler: see NOTE [Order] in leftovers.
             del found
-            state.restore()
+            self._restored(state)
             before = memory_now(self.live.device)
             self._recovery.release()
             attempts += 1
-            self._next_rung(ladder, place, attempts, before)
+            if attempts > 1 and climber.comes_to_pieces(place):
+                shortage = self._recovery.last
+                self._compare_pieces(work, less=True)
+                self._recovery.last = shortage
+            climber.next_rung(ladder, place, attempts, before)
+
+    def _attempt(self, whole: Callable[[], Any], state: StepState) -> tuple[Any, str]:
+        """What an attempt gives, None where it ran out; and why blocks cannot run twice, where that shows."""
+        try:
+            found = self._tried(whole)
+        except UsageError as error:
+            if not self._climber.recomputes:
+                raise
+            return None, error.message
+        if found is None or not self._climber.recomputes or self._watch is None:
+            return found, ""
+        return found, self._watch.unrepeatable(state.noted)
+
+    def _restored(self, state: StepState) -> None:
+        """Put back what an attempt moved.
+
+        Raises:
+            torch.OutOfMemoryError: it moved something that cannot be put back.
+        """
+        left = [one.what for one in state.restore()]
+        known = [] if self._watch is None else self._watch.problems
+        what = left[0] if left else known[0] if known else ""
+        (refused,) = self._climber.most(int(bool(what)))
+        if not refused:
+            return
+        shortage = self._recovery.last
+        message = "another rank ran out of memory" if shortage is None else shortage.message
+        what = what or "something on another rank"
+        self._tell("refused", self._climber.rung, message, f"the step moves {what}")
+        raise torch.OutOfMemoryError(
+            f"{message} (the step cannot be called again: it moves {what}, which cannot be put back; "
+            "move that outside of the step, or name it in state=[...] of vramfit.survive)"
+        )
 
     def _tried(self, action: Callable[[], T]) -> T | None:
         """What an action gives; None where memory ran out."""
@@ -267,39 +402,50 @@ class Survivor:
                 raise
             return None
 
-    def _own_gradients(self, batch: Any) -> torch.Tensor:
-        """The loss of this rank's batch, with its gradients in the parameters."""
-        live, total = self.live, None
-        assert self._loss is not None
+    def _own_gradients(self, batch: Any) -> Any:
+        """What the loss gives for this rank's batch, with its gradients in the parameters."""
+        live = self.live
+        total: torch.Tensor | None = None
+        if live.splitter is None:
+            result = self._forward(batch)
+            live.backward(loss_in(result))
+            self._prepare_reduction()
+            return detached(result)
         with contextlib.closing(_generator(live.split(batch))) as pieces:
             for piece in pieces:
-                loss = self._loss(self.model, self._placed(piece))
+                result = self._forward(piece)
                 del piece
+                loss = loss_in(result)
+                if loss is not result:
+                    raise UsageError(
+                        "metrics beside the loss are those of a whole batch", "Return the loss alone"
+                    )
                 live.backward(loss)
                 share = live.weighted(loss).detach()
                 total = share if total is None else total + share
-                del loss, share
+                del loss, share, result
         if total is None:
-            raise UsageError("the batch is empty", "Give at least one example")
-        if self._votes is not None:
-            self._votes.prepare(self.model)
+            raise UsageError("the batch is empty", "Pass at least one example")
+        self._prepare_reduction()
         return total
 
-    def _finished_gradients(self, state: StepState, part: UpdatePart) -> bool:
+    def _prepare_reduction(self) -> None:
+        if self._votes is not None:
+            self._votes.prepare(self.model)
+
+    def _finished_gradients(self, state: StepState, part: UpdatePart, *, finishes: bool) -> bool:
         """The gradients as the optimizer takes them: of all ranks, with earlier ones, unscaled and cut."""
         if self._votes is not None and part is not UpdatePart.EARLIER:
             self._votes.reduce(self.model)
         if self._votes is None or part is not UpdatePart.LAST:
             state.join_gradients()
+        if not finishes:
+            return True
         if self.live.scaler is not None:
             self.live.scaler.unscale_(self.optimizer)
         if self.settings.clip_norm is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip_norm)
         return True
-
-    def _most(self, *values: int) -> tuple[int, ...]:
-        """The largest of what each rank says, for each value; of one process its own."""
-        return values if self._votes is None else self._votes.most(*values)
 
     def _placed(self, batch: Any) -> Any:
         """A batch on the device; one that is there in part was placed by the loop, and stays as it is."""
@@ -308,239 +454,94 @@ class Survivor:
             return batch
         return to_device(batch, device)
 
-    # -- the ladder ------------------------------------------------------------------------------------------------
+    # -- what a step moves -----------------------------------------------------------------------------------------
 
-    def _ladder_for(self, batch: Any) -> Ladder:
-        if self._ladder is None:
-            self._ladder = Ladder(tuple(self._levels(batch)), patience=self.settings.patience)
-        return self._ladder
+    def _watched(self) -> StepWatch:
+        """Follow what the step reaches; once, when its function is known."""
+        roots = [] if self._loss is None else [self._loss.function]
+        if self._votes is not None:
+            check_collectives(self.model, roots)
+        self._watch = StepWatch(self.model, self.optimizer, roots, self._declared, self.live.device)
+        return self._watch
 
-    def _levels(self, batch: Any) -> Iterator[RungLevel]:
-        """From the plain step up, as far as results may differ."""
-        yield RungLevel(rung=Rung.PLAIN)
-        pieces, most = 1, 1
-        allowed = Numerics.APPROXIMATE if batch_norms(self.model) else Numerics.ROUNDING
-        if not self.settings.numerics < allowed:
-            with contextlib.suppress(UsageError):
-                most = find_cut(batch).size
-        (most,) = self._most(most)
-        while pieces < most:
-            pieces = min(2 * pieces, most)
-            yield RungLevel(rung=Rung.MICRO_BATCHES, pieces=pieces)
-        yield RungLevel(rung=Rung.CHECKPOINTING, pieces=pieces, checkpointing=True)
-        yield RungLevel(rung=Rung.OFFLOAD, pieces=pieces, checkpointing=True, offload=True)
-        on_card, rounds = self.live.device.type != "cpu", not self.settings.numerics < Numerics.ROUNDING
-        if on_card and rounds and self._guard.by_parameter:  # the host's kernels round otherwise
-            yield RungLevel(rung=Rung.STATES, pieces=pieces, checkpointing=True, offload=True, states=True)
-
-    def _stand_on(self, ladder: Ladder) -> None:
-        """Attach what the level says, or the next one that can be attached.
-
-        Raises:
-            UsageError: the plain level's own, which attaches nothing.
-        """
-        if self._standing == ladder.place:
-            return
-        self.live.undo()
-        self.live.splitter = None
-        self._standing = 0
-        while ladder.place:
-            try:
-                self.live.attach(self._choices(ladder.level))
-            except UsageError as error:
-                _log.info("%s is left out: %s", ladder.level.rung.value, error)
-                self._unattachable.add(ladder.place)
-                if ladder.level.rung is Rung.CHECKPOINTING:
-                    self._checkpoints = False
-                ladder.climb(self._attachable_near(ladder))
-                continue
-            self._standing = ladder.place
-            break
-        if ladder.level.states:
-            self._guard.leave()
-
-    def _attachable_near(self, ladder: Ladder) -> int:
-        """The next level above that may be attached, or the highest below."""
-        places = [one for one in range(len(ladder.levels)) if one not in self._unattachable]
-        above = [one for one in places if one > ladder.place]
-        return above[0] if above else max(one for one in places if one < ladder.place)
-
-    def _choices(self, level: RungLevel) -> list[Choice]:
-        chosen = []
-        if level.pieces > 1:
-            norm = BatchNormalisation.PER_PIECE if batch_norms(self.model) else BatchNormalisation.NONE
-            setting = MicroBatchingSetting(
-                count=level.pieces,
-                reduction=self.settings.reduction,
-                labels=self.settings.labels,
-                batch_norm=norm,
-            )
-            chosen.append(Choice(technique=find_technique("micro-batching"), setting=setting))
-        if level.checkpointing and self._checkpoints:
-            recomputed = find_technique("activation-checkpointing")
-            chosen.append(Choice(technique=recomputed, setting=Checkpointing(mode=Mode.WHOLE)))
-        if level.offload:
-            offload = find_technique("activation-offload")
-            chosen.append(Choice(technique=offload, setting=ActivationOffloadSetting(window=0)))
-        return chosen
-
-    def _next_rung(self, ladder: Ladder, place: int, attempts: int, before: MemoryNow | None) -> None:
-        """Decide what the next attempt does.
-
-        Raises:
-            torch.OutOfMemoryError: there is nothing left to do.
-        """
-        shortage = self._recovery.last or _ANOTHER_RANK
-        self._recovery.last = None
-        asked = requested_bytes(shortage.message)
-        ladder.shortage(place, 0 if before is None or not asked else before.allocated + asked)
-        now = memory_now(self.live.device)
-        evidence = "" if now is None else f"at the next attempt {now}"
-        if attempts == 1:
-            self._tell("retry", Rung.AGAIN, shortage.message, evidence)
-            return
-        if attempts == 2 and self._most(int(self._defragmented(asked, now)))[0]:
-            self._tell("retry", Rung.DEFRAGMENT, shortage.message, evidence)
-            return
-        above = next(
-            (one for one in range(place + 1, len(ladder.levels)) if one not in self._unattachable), None
-        )
-        if above is None and attempts < place + _LAST_TRIES:
-            self._tell("retry", Rung.AGAIN, shortage.message, evidence)
-            return
-        if above is None:
-            self._tell("given-up", ladder.level.rung, shortage.message, evidence)
-            raise torch.OutOfMemoryError(
-                f"{shortage.message} (nothing that vramfit.survive may do makes it fit)"
-            )
-        ladder.climb(above)
-        self._tell("up", ladder.level.rung, shortage.message, evidence, ladder.level.pieces)
-
-    def _defragmented(self, asked: int, now: MemoryNow | None) -> bool:
-        """Whether the optimizer's states went to the host and back: only where as much as was asked for is free.
-
-        States that there is no room for any more stay on the host, where their parameters step then. Tensors are
-        exchanged, so it is done for optimizers that are known only.
-        """
-        if now is None or not asked or now.within_reach < asked or not self._guard.by_parameter:
-            return False
-        states = [
-            (parameter, name)
-            for parameter, known in self.optimizer.state.items()
-            for name, value in known.items()
-            if isinstance(value, torch.Tensor) and value.device == self.live.device and value.dim()
-        ]
-        moved: list[tuple[Any, str]] = []
-
-        def leave() -> bool:
-            for parameter, name in states:
-                self.optimizer.state[parameter][name] = self.optimizer.state[parameter][name].cpu()
-                moved.append((parameter, name))
-            return True
-
-        def come_back(parameter: nn.Parameter, name: str) -> bool:
-            known = self.optimizer.state[parameter]
-            known[name] = self._recovery.insist(lambda: known[name].to(self.live.device))
-            return True
-
-        self._tried(leave)  # as far as the host has room
-        self._recovery.release()
-        for parameter, name in moved:
-            if not self._tried(functools.partial(come_back, parameter, name)):
-                self._guard.hosted.add(parameter)
-        return bool(moved)
-
-    def _go_down(self, ladder: Ladder) -> None:
-        """Leave a rung on trial."""
-        states = ladder.level.states
-        ladder.go_down()
-        while ladder.place in self._unattachable:
-            ladder.climb(ladder.place - 1)
-        self._tell("down", ladder.level.rung, pieces=ladder.level.pieces)
-        if self._guard.hosted and (states or ladder.place == 0):
-            self._bring_back()
-
-    def _bring_back(self) -> None:
-        count = len(self._guard.hosted)
-        try:
-            self._guard.bring_back()
-        except BaseException as error:
-            if not self._recovery.noted(error):
-                raise
-        else:
-            self._tell("back", Rung.PLAIN, evidence=f"states of {count} parameters")
-
-    # -- the host --------------------------------------------------------------------------------------------------
-
-    def _look_at_host(self, ladder: Ladder) -> None:
-        """Before a step: make room on the host where its limit is near, before the kernel ends the process.
-
-        What waits there is brought back to a card that has room: activations that are offloaded stay out of the next
-        steps, and states of the optimizer return. On the CPU itself, the step is done in more pieces. What else
-        fills the host is not ours: that is said once, and the step is done.
-        """
-        pressure = self._host.near()
-        if pressure is None:
-            return
-        if self._host.relieve():
-            return
-        rung, cause = ladder.level.rung, str(pressure)
-        device = memory_now(self.live.device)
-        if (
-            ladder.level.offload
-            and self._votes is None
-            and device is not None
-            and ladder.has_room_below(device)
-        ):
-            states = ladder.level.states
-            ladder.climb(ladder.place - 1)
-            if states:
-                self._bring_back()
-            what = "states of the optimizer are back" if states else "activations stay"
+    def _learn(self, watch: StepWatch, state: StepState) -> None:
+        """See what a step that went well has moved, and say what could not be put back."""
+        for what in watch.after_step(state.noted):
             self._tell(
-                "host-pressure", ladder.level.rung, cause, f"{what} on the device", ladder.level.pieces
+                "cannot-put-back",
+                self._climber.rung,
+                evidence=f"the step moves {what}: it is not called again after a shortage; move that outside of the "
+                "step, or name it in state=[...]",
             )
-            return
-        # On the rung of states a step fits only without them on the device.
-        if self._guard.hosted and self.live.device.type != "cpu" and not ladder.level.states:
-            self._bring_back()
-            if not self._guard.hosted:
-                self._tell("host-pressure", rung, cause, "states of the optimizer are back on the device")
-                return
-        if self.live.device.type == "cpu" and self._votes is None:
-            above = ladder.place + 1
-            while above in self._unattachable:
-                above += 1
-            if above < len(ladder.levels) and ladder.levels[above].rung is Rung.MICRO_BATCHES:
-                ladder.shortage(ladder.place, 0)
-                ladder.climb(above)
-                self._tell("host-pressure", ladder.level.rung, cause, "", ladder.level.pieces)
-                return
-        if self._host.first_time():
-            self._tell(
-                "host-pressure", rung, cause, "nothing that vramfit.survive may do takes less of the host"
+
+    def _check_loss(self) -> None:
+        if self._loss is None:
+            raise UsageError("survive has no loss", "Pass loss=, or decorate the function that computes it")
+
+    def _say_what_is_copied(self) -> None:
+        """Say at once what an optimizer that is not torch's costs."""
+        if self._guard.copies is not None:
+            held = [one for group in self.optimizer.param_groups for one in group["params"]]
+            _log.warning(
+                "%s is not one of torch's optimizers: before each of its steps all that it holds is copied to the "
+                "host, %s and its states; copying_ratio says how much longer steps take",
+                type(self.optimizer).__name__,
+                format_bytes(sum(one.nbytes for one in held)),
             )
+
+    @property
+    def copying_ratio(self) -> float:
+        """How many times as long the optimizer's steps took with the copies before them as without; 1 for torch's."""
+        return 1.0 if self._guard.copies is None else self._guard.copies.ratio
+
+    def _forward(self, batch: Any) -> Any:
+        """What the loss gives for a batch."""
+        assert self._loss is not None
+        return self._loss(self._placed(batch), several=self._several)
 
     # -- the commit ------------------------------------------------------------------------------------------------
 
-    def _commit(self) -> None:
+    def _commit(self, state: StepState) -> None:
         """The optimizer's step, and what follows it once."""
         scaler, hosted = self.live.scaler, len(self._guard.hosted)
-        if scaler is None:
-            self._guard.step()
-        else:
-            scaled_step(scaler, self.optimizer, self._guard, self._recovery)
+        try:
+            if scaler is None:
+                self._guard.step()
+            else:
+                scaled_step(scaler, self.optimizer, self._guard, self._recovery)
+        except BaseException:
+            if self._guard.copies is not None:  # it is as before its step, and so is all else
+                state.give_back()
+            raise
         self._recovery.insist(lambda: self.optimizer.zero_grad(set_to_none=True))
         self._agree_on_parameters()
         self._tell_of_step(hosted)
         if scaler is not None:
             self._recovery.insist(scaler.update)
         if self._scheduler is not None:
-            self._recovery.insist(self._scheduler.step)
+            self._step_schedule()
+
+    def _step_schedule(self) -> None:
+        """The schedule's step: as it was before where it runs out, and then once more."""
+        reached = reached_from([self._scheduler], without=[self.optimizer.state, self.model])
+        reached.mappings += self.optimizer.param_groups
+        containers = ContainersNote(reached)
+        rates = [value for group in self.optimizer.param_groups for value in group.values()]
+        values = TensorsNote([one for one in rates if isinstance(one, torch.Tensor)])
+
+        def once() -> None:
+            try:
+                self._scheduler.step()
+            except BaseException:
+                containers.restore()
+                values.restore()
+                raise
+
+        self._recovery.insist(once)
 
     def _agree_on_parameters(self) -> None:
         """Ranks have the same parameters but for what stepped on a host, which rounds otherwise."""
-        if self._votes is not None and self._most(len(self._guard.hosted))[0]:
+        if self._votes is not None and self._climber.most(len(self._guard.hosted))[0]:
             self._votes.spread_parameters(self.model)
 
     def _tell_of_step(self, before: int) -> None:
@@ -549,17 +550,26 @@ class Survivor:
         Args:
             before: parameters whose states were on the host when it began.
         """
+        rung = self._climber.rung
         if self._reserve is not None and self._reserve.held != self._had_reserve:
             self._had_reserve = self._reserve.held
-            rung = Rung.PLAIN if self._ladder is None else self._ladder.level.rung
             what = "it is whole again" if self._had_reserve else "what the step made lies in it"
             self._tell("reserve", rung, evidence=what)
         if len(self._guard.hosted) > before and self._recovery.last is not None:
-            rung = Rung.PLAIN if self._ladder is None else self._ladder.level.rung
             evidence = f"states of {len(self._guard.hosted)} parameters are on the host"
             self._tell("hosted", rung, self._recovery.last.message, evidence)
 
+    def _tell_of_retry(self, shortage: MemoryShortage) -> None:
+        now = memory_now(self.live.device)
+        evidence = "" if now is None else f"at the next attempt {now}"
+        self._tell("retry", Rung.AGAIN, shortage.message, evidence)
+
     def _tell(self, kind: str, rung: Rung, cause: str = "", evidence: str = "", pieces: int = 1) -> None:
+        if kind == "retry" and not self._said_default:
+            self._said_default = True
+            if self.settings.numerics_by_default:
+                said = 'results stay the same bit for bit (the default); numerics="rounding" allows pieces of the batch'
+                evidence = f"{evidence}; {said}" if evidence else said
         event = SurvivalEvent(
             step=self.steps, kind=kind, rung=rung, cause=cause, evidence=evidence, pieces=pieces
         )
@@ -567,6 +577,17 @@ class Survivor:
         _log.log(logging.INFO if kind in ("down", "back") else logging.WARNING, "%s", event)
         if self._on_event is not None:
             self._on_event(event)
+
+
+def _unwrapped(
+    optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None
+) -> tuple[torch.optim.Optimizer, torch.amp.GradScaler | None]:
+    """The optimizer that Accelerate has prepared, and the scaler that it made."""
+    kind = type(optimizer)
+    if kind.__name__ == "AcceleratedOptimizer" and kind.__module__.startswith("accelerate."):
+        prepared: Any = optimizer
+        return prepared.optimizer, scaler if scaler is not None else prepared.scaler
+    return optimizer, scaler
 
 
 def _generator(pieces: Iterator[Any]) -> Generator[Any, None, None]:

@@ -1,0 +1,102 @@
+"""Random generators: their states, read and set again."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class GeneratorStates:
+    """States of the generators that a step draws from: torch's, Python's, NumPy's, and some of the step's own."""
+
+    cpu: torch.Tensor
+    device: tuple[torch.device, torch.Tensor] | None
+    python: Any
+    numpy: Any
+    own: tuple[tuple[Any, Any], ...] = ()
+
+    @classmethod
+    def of(cls, device: torch.device, own: Sequence[Any] = ()) -> GeneratorStates:
+        """The states now.
+
+        Args:
+            device: where the step computes.
+            own: generators beside the global ones, see `is_generator`.
+        """
+        numpy = sys.modules.get("numpy")
+        module = None if device.type == "cpu" else torch.get_device_module(device)
+        return cls(
+            cpu=torch.get_rng_state(),
+            device=None if module is None else (device, module.get_rng_state(device)),
+            python=random.getstate(),
+            numpy=None if numpy is None else numpy.random.get_state(),
+            own=tuple((generator, state_of(generator)) for generator in own),
+        )
+
+    def restore(self) -> None:
+        """Set them again."""
+        torch.set_rng_state(self.cpu)
+        if self.device is not None:
+            device, state = self.device
+            torch.get_device_module(device).set_rng_state(state, device)
+        random.setstate(self.python)
+        if self.numpy is not None:
+            sys.modules["numpy"].random.set_state(self.numpy)
+        for generator, state in self.own:
+            set_state(generator, state)
+
+    def host_moved(self) -> bool:
+        """Whether Python's or NumPy's generator or one of the step's own has drawn since."""
+        if random.getstate() != self.python:
+            return True
+        if self.numpy is not None:
+            now = sys.modules["numpy"].random.get_state()
+            if any(not _same(one, other) for one, other in zip(self.numpy, now, strict=True)):
+                return True
+        return any(not _same(state, state_of(generator)) for generator, state in self.own)
+
+
+def is_generator(value: Any) -> bool:
+    """Whether a value is a random generator whose state can be read and set."""
+    if isinstance(value, torch.Generator | random.Random):
+        return True
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.random.Generator | numpy.random.RandomState)
+
+
+def state_of(generator: Any) -> Any:
+    """A generator's state."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return generator.get_state() if hasattr(generator, "get_state") else generator.bit_generator.state
+
+
+def set_state(generator: Any, state: Any) -> None:
+    """Give a generator a state that it had."""
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif hasattr(generator, "set_state"):
+        generator.set_state(state)
+    else:
+        generator.bit_generator.state = state
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two states are equal; some hold tensors or arrays."""
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_same(value, other[name]) for name, value in one.items())
+    if hasattr(one, "tobytes"):
+        return bool(one.tobytes() == other.tobytes())
+    return bool(one == other)
