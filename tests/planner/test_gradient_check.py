@@ -51,10 +51,10 @@ LAYERS: dict[str, object] = {"modules": ["layers.0", "layers.1"]}
 def test_a_plan_that_keeps_its_word_says_what_was_compared() -> None:
     workload = all_toys()["language-tied"]
     equal = check_promises(workload, _plan(workload, activation_checkpointing=LAYERS))
-    count = len(list(workload.model().parameters()))
+    count, examples = len(list(workload.model().parameters())), workload.sizes["batch_size"]
     assert equal.fault is None
     assert equal.note == (
-        f"compared with the model itself: the gradients of all {count} parameters are those of the plain program, "
+        f"compared with the model itself and {examples} examples: the gradients of all {count} parameters are those of the plain program, "
         "bit for bit."
     )
     compiled = check_promises(workload, _plan(workload, activation_checkpointing=LAYERS, compile={}))
@@ -73,7 +73,9 @@ def test_what_does_not_keep_its_word_is_found(beside: dict[str, dict[str, object
     found = check_promises(workload, _plan(workload, **beside, micro_batching=wrong))
     assert found.fault is not None
     assert found.fault.name == "micro-batching"
-    assert "micro-batching is left out: compared with the model itself, the gradient of " in found.note
+    examples = workload.sizes["batch_size"]
+    assert f"compared with the model itself and {examples} examples, the gradient of " in found.note
+    assert found.note.startswith("micro-batching is left out: ")
     assert found.note.endswith("and rounding was promised.")
 
 
@@ -201,6 +203,8 @@ def test_a_technique_that_does_not_keep_its_word_is_no_part_of_the_plan(
     assert len(ran) == len(set(ran)) == device.runs == plan.solved.runs
     assert [choice.name for choice in plan.choices] == ["activation-checkpointing"]
     left_out, kept = plan.notes[-2:]
-    assert left_out.startswith("micro-batching is left out: compared with the model itself, the gradient of")
+    examples = workload.sizes["batch_size"]
+    expected = f"compared with the model itself and {examples} examples, the gradient of"
+    assert left_out.startswith(f"micro-batching is left out: {expected}")
     assert "bit for bit" in kept
     assert "the plan's gradients beside the plain program's" in told

@@ -1,7 +1,8 @@
 """Compares a plan's gradients with the plain program's before the plan is written, as far as this machine can.
 
-One small batch is trained on for a few steps, plain and with the plan, on the CPU: the model itself where time and
-memory allow it, else a stand-in of the same code (see trial_attempts.py). Techniques are held to their own
+One batch is trained on for a few steps, plain and with the plan, on the CPU: with the model itself and the plan's own
+batch where time and memory allow it, else with fewer examples, else with a stand-in of the same code (see
+trial_attempts.py). Techniques are held to their own
 promises: first those that promise equal bits, then with them those that round, then those of lower precision. Where one
 does not keep its promise, it is found by itself, or by leaving it out, and the search is made again without it.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -41,12 +42,19 @@ from vramfit.techniques import (
 )
 from vramfit.techniques.gradient_caching import GradientCachingSetting
 from vramfit.techniques.micro_batching import MicroBatchingSetting, batch_size_name
+from vramfit.units import counted
 from vramfit.workload import Workload
 
 Progress = Callable[[str], None]
 
 _EXAMPLES = 5
-"""Examples in the batch: two pieces of it are not equally large."""
+"""Examples in the smallest batch: two pieces of it are not equally large."""
+
+_FEWER = 8
+"""By how much the batch shrinks from one way to compare to the next."""
+
+_BATCH_BYTES = 4 << 30
+"""Bytes that a plain step may need on the CPU, by what it takes on the device."""
 
 _STEPS = 3
 """Training steps: what an optimizer does shows in the losses after its first steps."""
@@ -102,11 +110,11 @@ def check_promises(workload: Workload, plan: Plan) -> Compared:
 
 def _compared(workload: Workload, plan: Plan, choices: Sequence[Choice]) -> Compared:
     """The comparison of some of a plan's techniques."""
-    shapes = _shapes(workload)
+    shapes, sizes = _shapes(workload), plan.aim.sizes or workload.sizes
     paths = frozenset(path for path, _ in shapes.named_modules())
     why = "the model is too large for it here"
     for way in _ways(workload, plan, _bytes_of(shapes)):
-        comparison = _Comparison(workload, way, paths)
+        comparison = _Comparison(workload, way, paths, sizes[batch_size_name(sizes)])
         try:
             with limited(SearchClock(), _LONGEST):
                 found = comparison.of(choices)
@@ -211,21 +219,42 @@ class _NothingToCompareError(UsageError):
 
 
 def _ways(workload: Workload, plan: Plan, model_bytes: int) -> list[TrialAttempt]:
-    """Ways to compare, with a small batch first and with the plan's own where the workload needs that."""
+    """Ways to compare: with the plan's own batch, with fewer examples, and in the end by a stand-in."""
     sizes = dict(plan.aim.sizes) or dict(workload.sizes)
     name = batch_size_name(sizes)
-    found: list[TrialAttempt] = []
-    for examples in dict.fromkeys((min(_EXAMPLES, sizes[name]), sizes[name])):
-        part = examples / sizes[name]
-        found += ways_to_try(
-            workload,
-            {**sizes, name: examples},
-            flops=plan.before.step_flops * part * _STEPS * _RUNS,
-            seconds=_SECONDS,
-            model_bytes=model_bytes,
-            most_bytes=most_model_bytes(_PART, _MOST),
+    own = sizes[name]
+
+    def ways(examples: int) -> list[TrialAttempt]:
+        return list(
+            ways_to_try(
+                workload,
+                {**sizes, name: examples},
+                flops=plan.before.step_flops * examples / own * _STEPS * _RUNS,
+                seconds=_SECONDS,
+                model_bytes=model_bytes,
+                most_bytes=most_model_bytes(_PART, _MOST),
+            )
         )
+
+    *larger, least = _batches(own)
+    found: list[TrialAttempt] = []
+    for examples in larger:
+        if plan.before.peak_allocated_bytes * examples / own <= _BATCH_BYTES:
+            itself = {**sizes, name: examples}
+            found += [way for way in ways(examples) if way.model is None and way.sizes == itself]
+    found += ways(least)
+    if larger:  # for batch functions that make batches of one size alone
+        found += [way for way in ways(own) if way not in found]
     return found
+
+
+def _batches(own: int) -> Iterator[int]:
+    """The plan's own number of examples, then fewer and fewer."""
+    examples = own
+    while examples > _EXAMPLES:
+        yield examples
+        examples //= _FEWER
+    yield min(_EXAMPLES, own)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -240,8 +269,11 @@ class _Trained:
 class _Comparison:
     """Trainings of a workload in one way, with this or that technique."""
 
-    def __init__(self, workload: Workload, way: TrialAttempt, paths: frozenset[str]) -> None:
+    def __init__(
+        self, workload: Workload, way: TrialAttempt, paths: frozenset[str], planned_batch: int
+    ) -> None:
         self._way, self._paths = way, paths
+        self._planned_batch = planned_batch
         self._workload = workload if way.model is None else replace(workload, model=_copies(way.model))
         self._own = workload
         self._plain: dict[bool, _Trained] = {}
@@ -290,7 +322,7 @@ class _Comparison:
             what = f"the gradient of {check.worst_name} differs by {check.worst:.2g} of its norm"
         promised = fault.promise.numerics.value
         return Compared(
-            note=f"{fault.name} is left out: compared with {self._way.words}, {what}, and {promised} was promised.",
+            note=f"{fault.name} is left out: compared with {self._words_of_way}, {what}, and {promised} was promised.",
             fault=fault,
         )
 
@@ -357,10 +389,10 @@ class _Comparison:
             return _Trained(gradients=gradients, losses=tuple(training.losses), dtypes=dtypes)
 
     def _fitted(self, choice: Choice) -> Choice:
-        """A choice for what is tried: two pieces of the batch, and modules that a stand-in has."""
+        """A choice for what is tried: pieces of this batch, and modules that a stand-in has."""
         setting = choice.setting
         if isinstance(setting, MicroBatchingSetting | GradientCachingSetting):
-            setting = replace(setting, count=min(setting.count, 2))
+            setting = replace(setting, count=self._pieces(setting.count))
             choice = replace(choice, setting=setting)
         if self._way.model is None:
             return choice
@@ -368,6 +400,12 @@ class _Comparison:
         there = frozenset(path for path, _ in model.named_modules())
         plain = _renamed(setting_to_plain(setting), lambda path: self._name(path, there))
         return replace(choice, setting=setting_from_plain(choice.technique, plain))
+
+    def _pieces(self, planned: int) -> int:
+        """Pieces of this batch, as large as the plan's where that makes two at least."""
+        name = batch_size_name(self._own.sizes)
+        piece = math.ceil(self._planned_batch / planned)
+        return min(planned, max(2, math.ceil(self._way.sizes[name] / piece)))
 
     def _name(self, path: str, there: frozenset[str]) -> str | None:
         """What stands in for a module: itself, or the layer that took its place; None where there is none."""
@@ -392,7 +430,14 @@ class _Comparison:
             how = f"differ by up to {check.worst:.2g} of their norm, which nothing bounds"
         else:
             how = f"differ by at most {check.worst:.2g} of their norm, {check.allowed:g} promised"
-        return f"compared with {self._way.words}: {gradients} {how}."
+        return f"compared with {self._words_of_way}: {gradients} {how}."
+
+    @property
+    def _words_of_way(self) -> str:
+        """What was trained, and with how many examples."""
+        return (
+            f"{self._way.words} and {counted(self._way.sizes[batch_size_name(self._own.sizes)], 'example')}"
+        )
 
 
 def _copies(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:

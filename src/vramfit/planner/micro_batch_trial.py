@@ -14,6 +14,7 @@ examples all the same: nothing is proved.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -29,6 +30,7 @@ from vramfit.planner.step_profiler import tensors_of
 from vramfit.planner.trial_attempts import TrialAttempt, most_model_bytes, ways_to_try
 from vramfit.planner.whole_and_pieces import (
     EXAMPLES,
+    LargeBatch,
     NoPiecesError,
     NotComparableError,
     Tried,
@@ -51,6 +53,9 @@ _TIME_OVER = "the time was over"
 
 _STEPS = 8
 """Training steps with all its examples that a trial takes: a batch and its micro-batches, twice, and varied ones."""
+
+_STATES = ("parameters", "gradients", "optimizer_state")
+"""What a step holds whatever its batch."""
 
 _PART = 0.125
 """Share of the machine's memory that a model may take: a trial holds its values and three gradients."""
@@ -101,7 +106,7 @@ def try_micro_batching(
                 trial = next(trials, None)
                 if trial is None:
                     break
-                return _tried(workload, trial)
+                return _tried(workload, profile, trial)
         except TimeOver:
             why, over = _TIME_OVER, True
         except NotComparableError as error:
@@ -142,7 +147,7 @@ def _untried(why: str, *, by_name: bool, over: bool) -> MicroBatchVerdict:
     )
 
 
-def _tried(workload: Workload, trial: TrialAttempt) -> MicroBatchVerdict:
+def _tried(workload: Workload, profile: Profile, trial: TrialAttempt) -> MicroBatchVerdict:
     """The verdict of one trial.
 
     Raises:
@@ -151,7 +156,7 @@ def _tried(workload: Workload, trial: TrialAttempt) -> MicroBatchVerdict:
         UsageError: the batch cannot be cut.
     """
     try:
-        found = try_pieces(workload, sizes=trial.sizes, model=trial.model)
+        found = try_pieces(workload, sizes=trial.sizes, model=trial.model, large=_large_batch(profile, trial))
     except NoPiecesError as error:
         return _by_encoders(workload, trial, f"micro-batching is left out: {error.message}.")
     return MicroBatchVerdict(found.setting, _words(found, trial))
@@ -179,8 +184,25 @@ def _by_encoders(workload: Workload, trial: TrialAttempt, note: str) -> MicroBat
 def _words(found: Tried, trial: TrialAttempt) -> str:
     uneven = f", with {' and '.join(found.varied)} made uneven" if found.varied else ""
     return (
-        f"micro-batching was tried with {trial.words}: pieces of {EXAMPLES} examples give the gradients of the whole "
-        f"in all {found.parameters} parameters{uneven}."
+        f"micro-batching was tried with {trial.words}: pieces of {found.examples:,} examples give the gradients of the "
+        f"whole in all {found.parameters} parameters{uneven}."
+    )
+
+
+def _large_batch(profile: Profile, trial: TrialAttempt) -> LargeBatch:
+    """The workload's own batch, with what an example costs; of a stand-in nobody knows that before it was run."""
+    batch = batch_size_name(profile.sizes)
+    own = max(1, profile.sizes[batch])
+    if trial.model is not None:
+        return LargeBatch(examples=own)
+    part = math.prod(
+        trial.sizes[name] / size for name, size in profile.sizes.items() if name != batch and size
+    )
+    states = sum(profile.categories.get(name, 0) for name in _STATES)
+    return LargeBatch(
+        examples=own,
+        flops=profile.step_flops / own * part,
+        memory=max(0, profile.peak_allocated_bytes - states) / own * part,
     )
 
 

@@ -1,10 +1,17 @@
-"""Tries whether pieces of a batch give the gradients of the whole, with every parameter of a real model on the CPU."""
+"""Tries whether pieces of a batch give the gradients of the whole, with every parameter of a real model on the CPU.
+
+NOTE [Two batches]: a few examples show which weights the pieces could have; they are quick, so all ways of weighing are
+tried. A loss may change its form with its batch, though: the mean of the 64 worst losses, a term from 32 examples
+on, labels of which few are ignored. What holds for the few is therefore held against a large batch, the workload's own
+where time and memory allow it. It is cut into pieces of many sizes at once, from half of it down to single examples.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -12,8 +19,9 @@ import torch
 from torch import nn
 
 from vramfit.errors import UsageError
+from vramfit.planner.devices.cpu_backend import CPU_FLOPS
 from vramfit.planner.trial_attempts import NothingDropped, silence_dropout
-from vramfit.planner.uneven_batch import Varied, made_ragged
+from vramfit.planner.uneven_batch import Varied, made_ragged, made_uneven
 from vramfit.techniques.core.attached_program import AttachedProgram
 from vramfit.techniques.core.technique import Choice
 from vramfit.techniques.gradient_caching import (
@@ -29,6 +37,7 @@ from vramfit.techniques.micro_batching import (
     batch_norms,
     batch_size_name,
     find_cut,
+    find_labels,
 )
 from vramfit.torch_internals.layers import BatchNorm
 from vramfit.workload import Batch, Workload
@@ -43,6 +52,19 @@ _OWN, _WHOLE = 1e-4, 1e-6
 _OWN_64, _WHOLE_64 = 1e-6, 1e-7
 _DOUBTFUL = 100
 """Differences below this many times what 32 bits round may be rounding of a deep model: 64 bits decide."""
+
+_SECONDS = 10.0
+"""Seconds that the comparison with a large batch may take by its estimate."""
+
+_PASSES = 4
+"""Forward and backward passes over the large batch: whole and in pieces, as it is made and made uneven."""
+
+_MOST_PIECES = 16
+_PIECES_BYTES = 1 << 31
+"""Pieces of the large batch, at most, and bytes of their gradients, which are kept until all weights were tried."""
+
+_BATCH_BYTES = 2 << 30
+"""Bytes that the large batch may need on the CPU, activations included, by the profile of the plain step."""
 
 _FEW = 100_000
 """Values of gradients, about, that each way of weighing pieces is held against at first."""
@@ -59,12 +81,44 @@ class Tried:
         parameters: whose gradients were compared.
         varied: names of the batch's entries that were made uneven.
         worst: the largest difference, as a part of what rounding may do.
+        examples: of the largest batch that was compared with its pieces.
     """
 
     setting: MicroBatchingSetting
     parameters: int
     varied: tuple[str, ...]
     worst: float
+    examples: int = EXAMPLES
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LargeBatch:
+    """How large a batch to compare with its pieces, beyond the few examples; see NOTE [Two batches].
+
+    Attributes:
+        examples: of the workload's own batch.
+        flops: of a plain step per example; 0 where nobody counted them.
+        memory: bytes of a plain step per example; 0 where nobody counted them.
+        seconds: that the comparison may take by its estimate.
+    """
+
+    examples: int = EXAMPLES
+    flops: float = 0.0
+    memory: float = 0.0
+    seconds: float = _SECONDS
+
+    def affordable(self, seconds_per_example: float) -> int:
+        """How many examples the comparison can have: the own batch, or a part of it.
+
+        Args:
+            seconds_per_example: that a pass over a few examples took, overheads included.
+        """
+        by_flops = self.flops / CPU_FLOPS
+        per_example = min(filter(None, (by_flops, seconds_per_example)), default=math.inf)
+        most = min(float(self.examples), self.seconds / _PASSES / per_example)
+        if self.memory:
+            most = min(most, _BATCH_BYTES / self.memory)
+        return int(most)
 
 
 class NoPiecesError(UsageError):
@@ -81,18 +135,22 @@ def try_pieces(
     *,
     sizes: Mapping[str, int] | None = None,
     model: Callable[[], nn.Module] | None = None,
+    large: LargeBatch | None = None,
 ) -> Tried:
-    """Compare the gradients of a batch of four examples with those of its pieces, on the CPU and in training mode.
+    """Compare the gradients of a batch with those of its pieces, on the CPU and in training mode.
+
+    A batch of four examples finds the weights of the pieces, a large one confirms them: see NOTE [Two batches].
 
     Dropout is off, parameters that are zero get small numbers, since zeros would hide what comes before them, and the
     batch is looked at as it is made and with its masks, labels and lengths made uneven. Batch norm keeps the statistics
     that it has: it is known to couple examples, and micro-batching says so by itself. It takes four times the model's
-    memory in 32 bits.
+    memory in 32 bits, and up to 2 GiB more for the pieces of a large batch.
 
     Args:
         setting: where labels are, which are ignored, what stays uncut, and the reduction; ``auto`` tries all.
-        sizes: of the batch, in place of the workload's; the number of examples is always four.
+        sizes: of the batch, in place of the workload's, except for the number of examples.
         model: makes one that stands in for the workload's.
+        large: how large a batch confirms what four examples show; None for those alone.
 
     Raises:
         NoPiecesError: no way of weighing pieces gives the gradients of the whole.
@@ -108,20 +166,77 @@ def try_pieces(
             raise UsageError(
                 "the batch function makes one example where four are asked for", "Let it keep to its sizes"
             )
-        trial = _GradientTrial(workload, made, cut, setting)
+        trial = _GradientTrial(workload, made, setting)
         ragged, varied = made_ragged(batch, cut, trial.accepts)
-        batches = [ragged, batch] if varied else [batch]
-        found = trial.weighed(batches, tuple(_candidates(batch, setting, varied)))
-        if 1 < found.off.share < _DOUBTFUL:
-            found = _in_64_bits(trial, found, batches)
-        if not found.off.share <= 1:
-            raise _differs(trial, found, batch)
+        cases = [_Case(one, cut) for one in ([ragged, batch] if varied else [batch])]
+        began = time.perf_counter()
+        found = _holding(trial, cases, tuple(_candidates(batch, setting, varied)))
+        passes = 2 * len(cases) * EXAMPLES
+        examples = (large or LargeBatch()).affordable((time.perf_counter() - began) / passes)
+        names = tuple(dict.fromkeys(entry.name for entry in varied if entry.name))
+        if examples > cut.size:
+            whole = workload.batch(
+                **{**workload.sizes, **(sizes or {}), batch_size_name(workload.sizes): examples}
+            )
+            cut = find_cut(whole, setting.uncut)
+            cases, names = _large_cases(trial, whole, cut, varied)
+            found = _holding(trial, cases, tuple(way.setting for way in found))
     return Tried(
-        setting=replace(setting, **found.setting),  # type: ignore[arg-type]
-        parameters=found.parameters,
-        varied=tuple(dict.fromkeys(one.name for one in varied if one.name)),
-        worst=found.off.share,
+        setting=replace(setting, **found[0].setting),  # type: ignore[arg-type]
+        parameters=found[0].parameters,
+        varied=names,
+        worst=found[0].off.share,
+        examples=cut.size,
     )
+
+
+def _large_cases(
+    trial: _GradientTrial, batch: Batch, cut: Cut, varied: Sequence[Varied]
+) -> tuple[list[_Case], tuple[str, ...]]:
+    """A large batch made uneven and as it is, with the names of what was made uneven."""
+    if cut.size < 2:
+        raise UsageError(
+            "the batch function makes one example where more are asked for", "Let it keep to its sizes"
+        )
+    gradient_bytes = 4 * sum(parameter.numel() for parameter in trial.model.parameters())
+    pieces = max(2, min(_MOST_PIECES, _PIECES_BYTES // max(1, gradient_bytes)))
+    uneven, names = made_uneven(batch, cut, varied, trial.accepts)
+    batches = [uneven, batch] if names else [batch]
+    return [_Case(one, cut, spans_of_many_sizes(cut.size, pieces)) for one in batches], names
+
+
+def spans_of_many_sizes(size: int, pieces: int) -> list[tuple[int, int]]:
+    """Spans that fill a batch, the first of about half of it, the last of one example, none as large as another.
+
+    Args:
+        pieces: spans at most; at least 2.
+    """
+    ratio = max(2.0, (size / 2) ** (1 / max(1, pieces - 2)))
+    lengths = [1]
+    while len(lengths) < pieces - 1 and sum(lengths) + 1 < size:
+        longer = max(lengths[-1] + 1, round(lengths[-1] * ratio))
+        if sum(lengths) + 2 * longer > size:
+            break
+        lengths.append(longer)
+    if rest := size - sum(lengths):
+        lengths.append(rest)
+    ends = list(itertools.accumulate(reversed(lengths), initial=0))
+    return list(itertools.pairwise(ends))
+
+
+def _holding(trial: _GradientTrial, cases: list[_Case], candidates: tuple[_Weighing, ...]) -> list[_Weighed]:
+    """The ways of weighing that hold for all cases, the plainest first.
+
+    Raises:
+        NoPiecesError: none does.
+        NotComparableError: random numbers are drawn in training.
+    """
+    found = trial.weighed(cases, candidates)
+    if 1 < found[0].off.share < _DOUBTFUL:
+        found = _in_64_bits(trial, found, cases)
+    if not found[0].off.share <= 1:
+        raise _differs(trial, found[0], cases[-1])
+    return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,7 +276,7 @@ def try_encoders(
         candidates = tuple(encoder_candidates(made))  # as they are, with dropout
         _prepare(made)
         batch = _few_examples(workload, sizes)
-        trial = _GradientTrial(workload, made, find_cut(batch), MicroBatchingSetting())
+        trial = _GradientTrial(workload, made, MicroBatchingSetting())
         expected = trial.gradients(batch, whole=True)
         for paths in candidates:
             found = _in_pieces(trial, batch, paths)
@@ -235,8 +350,9 @@ def _candidates(
     for one in varied:
         if one.name and one.mask:
             yield {"reduction": Reduction.WEIGHTS, "labels": one.name}
-        if one.name:
-            for reduction in tokens:
+        labels = find_labels(batch, one.name) if one.name else None
+        if labels is not None:
+            for reduction in tokens if labels.dim() > 1 else (Reduction.TOKENS,):
                 yield {"reduction": reduction, "labels": one.name, "ignore_index": one.value}
     if isinstance(batch, torch.Tensor):
         for one in varied:
@@ -269,13 +385,26 @@ class _Weighed:
         self.parameters = parameters
 
 
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """A batch, and the pieces that it is compared with."""
+
+    batch: Batch
+    cut: Cut
+    spans: Sequence[tuple[int, int]] = ()
+
+    def __post_init__(self) -> None:
+        """One example and the rest, where no spans are given, so that means and sums differ."""
+        if not self.spans:
+            object.__setattr__(self, "spans", ((0, 1), (1, self.cut.size)))
+
+
 @dataclass(slots=True)
 class _GradientTrial:
     """A model with a workload's loss, and batches for it."""
 
     workload: Workload
     model: nn.Module
-    cut: Cut
     setting: MicroBatchingSetting
     own: float = _OWN
     whole: float = _WHOLE
@@ -320,16 +449,15 @@ class _GradientTrial:
         self.model.zero_grad(set_to_none=True)
         return {name: grad.to_dense() if grad.is_sparse else grad for name, grad in found.items()}
 
-    def weighed(self, batches: list[Batch], candidates: tuple[_Weighing, ...]) -> _Weighed:
-        """The first way of weighing that holds for all batches, or one that comes closest."""
+    def weighed(self, cases: Sequence[_Case], candidates: tuple[_Weighing, ...]) -> list[_Weighed]:
+        """The ways of weighing that hold for all cases; where none does, the one that comes closest."""
         found = [_Weighed(setting=one) for one in candidates]
-        spans = [(0, 1), (1, self.cut.size)]
-        for batch in batches:
+        for case in cases:
             compared = _Compared(
-                self.gradients(batch, whole=True),
-                [self.gradients(self.cut.piece(batch, *span)) for span in spans],
+                self.gradients(case.batch, whole=True),
+                [self.gradients(case.cut.piece(case.batch, *span)) for span in case.spans],
             )
-            weights = {id(one): self._weights(one, batch, spans) for one in found}
+            weights = {id(one): self._weights(one, case) for one in found}
             known = [one for one in found if weights[id(one)]] or found[:1]
             # Large parameters take their time: only what holds for the small ones is held against all.
             rough = {id(one): compared.judge(weights[id(one)], self, compared.few) for one in known}
@@ -344,13 +472,13 @@ class _GradientTrial:
             found = [one for one in found if one.off.share <= 1] or found[:1]
             if found[0].off.share > 1:
                 break
-        return found[0]
+        return found
 
-    def _weights(self, one: _Weighed, batch: Batch, spans: list[tuple[int, int]]) -> tuple[float, ...]:
+    def _weights(self, one: _Weighed, case: _Case) -> tuple[float, ...]:
         """The weights of the pieces; empty where the batch has no labels to count."""
         setting = replace(self.setting, **one.setting)  # type: ignore[arg-type]
         try:
-            return tuple(Splitter(setting, shifts=False).weights(batch, self.cut, spans))
+            return tuple(Splitter(setting, shifts=False).weights(case.batch, case.cut, list(case.spans)))
         except UsageError:
             return ()
 
@@ -391,24 +519,26 @@ class _Compared:
         return worst
 
 
-def _in_64_bits(trial: _GradientTrial, found: _Weighed, batches: list[Batch]) -> _Weighed:
+def _in_64_bits(trial: _GradientTrial, found: list[_Weighed], cases: list[_Case]) -> list[_Weighed]:
     """The same with twice the bits, for one way of weighing; as it was where the model's code wants 32."""
+    before = trial.own, trial.whole, trial.dtype
     trial.model.double()
     trial.own, trial.whole, trial.dtype = _OWN_64, _WHOLE_64, torch.float64
     try:
-        return trial.weighed(batches, (found.setting,))
+        return trial.weighed(cases, (found[0].setting,))
     except Exception:
-        trial.model.float()
-        trial.dtype = torch.float32
         return found
+    finally:
+        trial.model.float()
+        trial.own, trial.whole, trial.dtype = before
 
 
-def _differs(trial: _GradientTrial, found: _Weighed, batch: Batch) -> UsageError:
+def _differs(trial: _GradientTrial, found: _Weighed, case: _Case) -> UsageError:
     """Why pieces cannot stand for the whole."""
     values = []
     for trial.seed in (0, 1):
         with torch.no_grad(), _buffers_kept(trial.model):
-            values.append(float(trial.loss(batch)))
+            values.append(float(trial.loss(case.batch)))
     if values[0] != values[1]:
         return NotComparableError(
             "pieces of a batch cannot be compared with it: the model or the loss draws random numbers in training",
@@ -416,8 +546,8 @@ def _differs(trial: _GradientTrial, found: _Weighed, batch: Batch) -> UsageError
         )
     off = f"{found.off.part:.2g} of its norm" if math.isfinite(found.off.part) else "more than it is"
     return NoPiecesError(
-        f"pieces of a batch do not give its gradients: that of {found.off.name} differs by {off}, with the reduction "
-        f"{_in_words(found.setting)} at best",
+        f"pieces of a batch of {case.cut.size:,} do not give its gradients: that of {found.off.name} differs by {off}, "
+        f"with the reduction {_in_words(found.setting)} at best",
         "A loss that compares examples with each other cannot be cut; say where labels or weights are if it has some",
     )
 
