@@ -54,8 +54,8 @@ def test_a_plan_that_keeps_its_word_says_what_was_compared() -> None:
     count, examples = len(list(workload.model().parameters())), workload.sizes["batch_size"]
     assert equal.fault is None
     assert equal.note == (
-        f"compared with the model itself and {examples} examples: the gradients of all {count} parameters are those of the plain program, "
-        "bit for bit."
+        f"compared with the model itself and {examples} examples: the gradients of all {count} parameters are those "
+        "of the plain program, bit for bit."
     )
     compiled = check_promises(workload, _plan(workload, activation_checkpointing=LAYERS, compile={}))
     not_compared = "compile was not compared: it compiles for the CPU; vramfit verify compares it."
@@ -111,7 +111,10 @@ def test_a_model_that_is_too_large_is_compared_by_a_stand_in(monkeypatch: pytest
     found = check_promises(
         workload, _plan(workload, activation_checkpointing={"modules": ["layers.7", "layers.10"]})
     )
-    assert "with a stand-in of the same code with 2 of 12 layers: the gradients of all" in found.note
+    assert (
+        "with a stand-in of the same code with 2 of 12 layers and 5 examples: the gradients of all"
+        in found.note
+    )
     assert seen == [["layers.1", "layers.0"]]
     monkeypatch.setattr(gradient_check, "_MOST", 0)
     found = check_promises(workload, _plan(workload, activation_checkpointing={"modules": ["layers.7"]}))
@@ -204,7 +207,7 @@ def test_a_technique_that_does_not_keep_its_word_is_no_part_of_the_plan(
     assert [choice.name for choice in plan.choices] == ["activation-checkpointing"]
     left_out, kept = plan.notes[-2:]
     examples = workload.sizes["batch_size"]
-    expected = f"compared with the model itself and {examples} examples, the gradient of"
+    expected = f"compared with the model itself and {examples:,} examples, the gradient of"
     assert left_out.startswith(f"micro-batching is left out: {expected}")
     assert "bit for bit" in kept
     assert "the plan's gradients beside the plain program's" in told

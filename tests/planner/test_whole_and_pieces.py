@@ -272,11 +272,11 @@ def test_two_masks_with_one_mean_each_are_told_apart_from_one() -> None:
 
 
 def test_a_large_batch_is_as_large_as_time_and_memory_allow() -> None:
-    flops = CPU_FLOPS / 100  # an example takes a hundredth of a second
-    assert LargeBatch(examples=1000, flops=flops, seconds=4.0).affordable(1.0) == 100
-    assert LargeBatch(examples=50, flops=flops, seconds=4.0).affordable(1.0) == 50
-    assert LargeBatch(examples=1000, seconds=4.0).affordable(0.1) == 10
-    assert LargeBatch(examples=1000, flops=flops, memory=2.0**30, seconds=4.0).affordable(1.0) == 2
+    flops = CPU_FLOPS / 1000  # an example takes a hundredth of a second with ten parameters
+    assert LargeBatch(examples=1000, flops=flops, seconds=4.0).affordable(10) == 100
+    assert LargeBatch(examples=50, flops=flops, seconds=4.0).affordable(10) == 50
+    assert LargeBatch(examples=1000, flops=flops, seconds=4.0).affordable(1000) == 1
+    assert LargeBatch(examples=1000, flops=flops, memory=2.0**30, seconds=4.0).affordable(1) == 2
 
 
 @pytest.mark.parametrize("size", [2, 3, 5, 17, 100, 8192])

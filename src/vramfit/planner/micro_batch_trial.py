@@ -190,19 +190,19 @@ def _words(found: Tried, trial: TrialAttempt) -> str:
 
 
 def _large_batch(profile: Profile, trial: TrialAttempt) -> LargeBatch:
-    """The workload's own batch, with what an example costs; of a stand-in nobody knows that before it was run."""
+    """The workload's own batch, with what an example costs; a stand-in is taken to cost as much for each parameter."""
     batch = batch_size_name(profile.sizes)
     own = max(1, profile.sizes[batch])
-    if trial.model is not None:
-        return LargeBatch(examples=own)
+    parameters = max(1, sum(parameter.numel() for parameter in profile.model.parameters()))
     part = math.prod(
         trial.sizes[name] / size for name, size in profile.sizes.items() if name != batch and size
     )
     states = sum(profile.categories.get(name, 0) for name in _STATES)
+    each = part / own / parameters
     return LargeBatch(
         examples=own,
-        flops=profile.step_flops / own * part,
-        memory=max(0, profile.peak_allocated_bytes - states) / own * part,
+        flops=profile.step_flops * each or 6.0,
+        memory=max(0, profile.peak_allocated_bytes - states) * each,
     )
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -97,27 +96,26 @@ class LargeBatch:
 
     Attributes:
         examples: of the workload's own batch.
-        flops: of a plain step per example; 0 where nobody counted them.
-        memory: bytes of a plain step per example; 0 where nobody counted them.
+        flops: of a plain step, per example and parameter; a dense layer that is used once takes 6.
+        memory: bytes of a plain step per example and parameter; 0 where nobody counted them.
         seconds: that the comparison may take by its estimate.
     """
 
     examples: int = EXAMPLES
-    flops: float = 0.0
+    flops: float = 6.0
     memory: float = 0.0
     seconds: float = _SECONDS
 
-    def affordable(self, seconds_per_example: float) -> int:
+    def affordable(self, parameters: int) -> int:
         """How many examples the comparison can have: the own batch, or a part of it.
 
         Args:
-            seconds_per_example: that a pass over a few examples took, overheads included.
+            parameters: of the model that is tried, in numbers.
         """
-        by_flops = self.flops / CPU_FLOPS
-        per_example = min(filter(None, (by_flops, seconds_per_example)), default=math.inf)
-        most = min(float(self.examples), self.seconds / _PASSES / per_example)
+        seconds = max(1.0, self.flops * parameters) / CPU_FLOPS
+        most = min(float(self.examples), self.seconds / _PASSES / seconds)
         if self.memory:
-            most = min(most, _BATCH_BYTES / self.memory)
+            most = min(most, _BATCH_BYTES / (self.memory * parameters))
         return int(most)
 
 
@@ -169,10 +167,8 @@ def try_pieces(
         trial = _GradientTrial(workload, made, setting)
         ragged, varied = made_ragged(batch, cut, trial.accepts)
         cases = [_Case(one, cut) for one in ([ragged, batch] if varied else [batch])]
-        began = time.perf_counter()
         found = _holding(trial, cases, tuple(_candidates(batch, setting, varied)))
-        passes = 2 * len(cases) * EXAMPLES
-        examples = (large or LargeBatch()).affordable((time.perf_counter() - began) / passes)
+        examples = (large or LargeBatch()).affordable(sum(value.numel() for value in made.parameters()))
         names = tuple(dict.fromkeys(entry.name for entry in varied if entry.name))
         if examples > cut.size:
             whole = workload.batch(
