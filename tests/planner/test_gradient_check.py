@@ -18,8 +18,9 @@ from vramfit.planner.devices.cost import StepCost
 from vramfit.planner.devices.virtual_backend import VirtualBackend
 from vramfit.planner.gradient_check import check_promises, promised_plan
 from vramfit.planner.micro_batch_trial import MicroBatchVerdict
-from vramfit.planner.plan_file import PlanFigures, PlanTarget
-from vramfit.planner.plans import Plan, PlanRequest, plan_of
+from vramfit.planner.plan_file import PlanFigures, PlanTarget, plan_from_toml, plan_to_toml
+from vramfit.planner.plans import MEMORY, Plan, PlanRequest, plan_of
+from vramfit.report.rendering import render
 from vramfit.techniques import Choice, Numerics, find_technique, setting_from_plain
 from vramfit.techniques.micro_batching import MicroBatchingSetting, Reduction
 from vramfit.workload import Workload
@@ -137,8 +138,9 @@ def test_a_plain_program_that_is_no_measure_says_nothing_of_a_plan() -> None:
 
     drawn = replace(toy, loss=noisy)
     found = check_promises(drawn, _plan(drawn, micro_batching={"count": 2, "reduction": "next-tokens"}))
-    assert found.fault is None
-    assert "draws random numbers in training" in found.note
+    # Random numbers excuse nothing: what cannot be held to its promise has none.
+    assert found.fault is not None
+    assert found.note.startswith("micro-batching is left out: compared with the model itself")
 
 
 class Counting(VirtualBackend):
@@ -201,13 +203,40 @@ def test_a_technique_that_does_not_keep_its_word_is_no_part_of_the_plan(
     told: list[str] = []
     device.runs = 0
     ran = _runs_noted(monkeypatch)
+    monkeypatch.setattr(gradient_check, "_SECONDS", 1.0)  # no time for more than a few of the 65,536 examples
     _, plan = promised_plan(device, request, told.append)
     # Two searches, of which each begins with the plain program: a run is not made again.
     assert len(ran) == len(set(ran)) == device.runs == plan.solved.runs
     assert [choice.name for choice in plan.choices] == ["activation-checkpointing"]
     left_out, kept = plan.notes[-2:]
-    examples = workload.sizes["batch_size"]
-    expected = f"compared with the model itself and {examples:,} examples, the gradient of"
+    expected = "compared with the model itself and 128 examples, the gradient of"
     assert left_out.startswith(f"micro-batching is left out: {expected}")
-    assert "bit for bit" in kept
+    assert "and 128 examples: the gradients of all" in kept
+    assert kept.endswith("bit for bit.")
     assert "the plan's gradients beside the plain program's" in told
+
+
+def test_what_was_not_compared_is_written_as_no_promise(monkeypatch: pytest.MonkeyPatch) -> None:
+    workload = all_toys()["language-tied"]
+    device = VirtualBackend(find_gpu("RTX 4090"), alloc_conf="", host_bytes=1 << 30)
+    plain = device.step_cost(workload, dict(workload.sizes))
+    request = PlanRequest(
+        workload=workload,
+        sizes=workload.sizes,
+        budget_bytes=plain.total_bytes,
+        objective=MEMORY,
+        allowed=frozenset({"activation-checkpointing"}),
+        entries=False,
+    )
+    _, compared = promised_plan(device, request, lambda _text: None)
+    assert compared.compared == f"the model itself and {workload.sizes['batch_size']} examples"
+    assert 'promise = "bitwise"' in plan_to_toml(compared)
+    monkeypatch.setattr(gradient_check, "_SECONDS", 0.0)
+    monkeypatch.setattr(gradient_check, "ways_to_try", lambda *_args, **_kwargs: iter(()))
+    _, plan = promised_plan(device, request, lambda _text: None)
+    assert plan.compared == ""
+    text = plan_to_toml(plan)
+    assert "promise" not in text.split("[[technique]]")[1]
+    assert "bitwise by construction, not compared: see vramfit verify" in text
+    assert plan_from_toml(text, Plan).compared == ""
+    assert "results: bitwise by construction, not compared" in render(plan, width=200)

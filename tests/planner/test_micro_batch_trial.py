@@ -18,8 +18,8 @@ from vramfit.planner.candidates import Candidates
 from vramfit.planner.devices.virtual_backend import VirtualBackend
 from vramfit.planner.micro_batch_trial import try_micro_batching
 from vramfit.planner.plans import PlanRequest
-from vramfit.techniques import Profile
-from vramfit.techniques.micro_batching import Reduction
+from vramfit.techniques import Numerics, Profile
+from vramfit.techniques.micro_batching import MicroBatching, Reduction
 from vramfit.workload import Batch, Workload
 
 
@@ -112,7 +112,8 @@ def test_what_was_not_tried_is_left_out_unless_it_is_allowed_by_name(monkeypatch
     named = try_micro_batching(workload, _profile(workload), by_name=True)
     assert named.setting is not None
     assert named.setting.reduction is Reduction.AUTO
-    assert "it is used since it was allowed by its name" in named.note
+    assert MicroBatching().promise(named.setting).numerics is Numerics.APPROXIMATE
+    assert "nothing is promised of it, and it is used under --numerics approximate alone" in named.note
 
 
 def test_a_model_of_transformers_is_made_narrower() -> None:

@@ -3,7 +3,7 @@
 A model that is too large to be tried as it is, is tried at smaller sizes of its batch, and then by a stand-in of the
 same code. A trial that takes too long gives way to the next. What could not be tried is looked at by its shapes
 (see NOTE [Coupling by shapes]), and is not offered, unless micro-batching was allowed by its name and nothing in its
-shapes speaks against it.
+shapes speaks against it: then nothing is promised of it.
 
 NOTE [Coupling by shapes]: one step runs with a batch of B examples, one with B + 1. A dimension that differs between
 the two belongs to the batch. Two of them in a tensor that gradients pass through (B x B) compare examples with each
@@ -94,7 +94,8 @@ def try_micro_batching(
     """Try a workload's loss on some examples, whole and in micro-batches.
 
     Args:
-        by_name: whether micro-batching was allowed by its name, and is offered though it could not be tried.
+        by_name: whether micro-batching was allowed by its name, and is offered without a promise where it could not be
+            tried.
         probe: returns why examples are coupled, as far as shapes show; called where nothing could be tried.
     """
     why, over = "the model is too large for it here", False
@@ -136,14 +137,17 @@ def _untried(why: str, *, by_name: bool, over: bool) -> MicroBatchVerdict:
     )
     if by_name:
         return MicroBatchVerdict(
-            MicroBatchingSetting(),
-            f"{tried}; it is used since it was allowed by its name. A loss that compares examples with each other has "
-            "no pieces.",
+            MicroBatchingSetting(compared=False),
+            f"{tried}; nothing is promised of it, and it is used under --numerics approximate alone. A loss that "
+            "compares examples with each other has no pieces.",
             known=False,
             over=over,
         )
     return MicroBatchVerdict(
-        None, f"{tried}; it is left out unless it is allowed by its name.", known=False, over=over
+        None,
+        f"{tried}; it is left out unless it is allowed by its name, with --numerics approximate.",
+        known=False,
+        over=over,
     )
 
 
@@ -183,9 +187,10 @@ def _by_encoders(workload: Workload, trial: TrialAttempt, note: str) -> MicroBat
 
 def _words(found: Tried, trial: TrialAttempt) -> str:
     uneven = f", with {' and '.join(found.varied)} made uneven" if found.varied else ""
+    assumed = f", as long as no label of {' or '.join(found.assumed)} is ignored" if found.assumed else ""
     return (
         f"micro-batching was tried with {trial.words}: pieces of {found.examples:,} examples give the gradients of the "
-        f"whole in all {found.parameters} parameters{uneven}."
+        f"whole in all {found.parameters} parameters{uneven}{assumed}."
     )
 
 

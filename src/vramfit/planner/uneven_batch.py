@@ -55,19 +55,22 @@ class _Variation:
     mask: bool
 
 
-def made_ragged(batch: Batch, cut: Cut, accepts: Callable[[Batch], bool]) -> tuple[Batch, tuple[Varied, ...]]:
+def made_ragged(
+    batch: Batch, cut: Cut, accepts: Callable[[Batch], bool], *, classes: bool = True
+) -> tuple[Batch, tuple[Varied, ...]]:
     """A batch with every mask, label and length varied that a program can do with.
 
     Args:
         batch: of at least two examples.
         cut: how it is cut: only what has one row for each example is varied.
         accepts: whether the program can do with a batch.
+        classes: whether labels of one class for each example are ignored for one of them.
 
     Returns:
         the batch, and what was varied.
     """
     done: list[Varied] = []
-    for variation in _variations(batch, cut):
+    for variation in _variations(batch, cut, classes=classes):
         tried = _written(batch, variation)
         if accepts(tried):
             batch = tried
@@ -143,7 +146,16 @@ def _replaced(batch: Batch, place: int, value: torch.Tensor) -> Batch:
     return _changed(batch, lambda tensor: value if next(places) == place else tensor)
 
 
-def _variations(batch: Batch, cut: Cut) -> Iterator[_Variation]:
+def classes_of_examples(batch: Batch, cut: Cut) -> tuple[str, ...]:
+    """Names of the labels that hold one class for each example, and none that a loss ignores."""
+    return tuple(
+        name
+        for name, tensor in _named(batch)
+        if tensor.shape == (cut.size,) and tensor.dtype == torch.int64 and not bool((tensor < 0).any())
+    )
+
+
+def _variations(batch: Batch, cut: Cut, *, classes: bool) -> Iterator[_Variation]:
     for place, (name, tensor) in enumerate(_named(batch)):
         if not tensor.dim() or tensor.shape[0] != cut.size or cut.size < 2 or name in cut.uncut:
             continue
@@ -153,7 +165,7 @@ def _variations(batch: Batch, cut: Cut) -> Iterator[_Variation]:
         if tensor.dim() == 1:
             if mask:
                 yield _of_each(tensor, place, name, values[0])
-            else:  # one class for each example: of the last it is ignored
+            elif classes or bool((tensor < 0).any()):  # one class for each example: of the last it is ignored
                 for value in values:
                     if value < 0:
                         yield _Variation(place, name, value, (cut.size - 1,), place, mask)
