@@ -351,9 +351,9 @@ class AttachedProgram:
         self._weighted = self._unweighted = False
         if missed and any(parameter.grad is not None for parameter in self.model.parameters()):
             raise UsageError(
-                "gradients came by loss.backward() or accelerator.backward(loss), without the share of their "
-                "micro-batch or the scale of the plan",
-                "Call plan.backward(loss) in its place, for each micro-batch of plan.split(batch)",
+                "gradients came by loss.backward(), without the share of their micro-batch or the scale of the plan",
+                "Call plan.backward(loss) in its place, and in that of accelerator.backward(loss), for each micro-batch "
+                "of plan.split(batch)",
             )
 
     def _take_step(self, optimizer: Optimizer) -> None:
