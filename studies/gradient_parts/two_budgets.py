@@ -51,7 +51,7 @@ ALLOWED = {"bitwise": 0.0, "rounding": 1e-4}
 TINY = 1e-6
 """Part of the largest gradient's norm below which one is rounding itself, and is measured by the largest."""
 
-SECONDS = 20.0
+SECONDS = 60.0
 """Of a search."""
 
 

@@ -58,7 +58,7 @@ class Weighed:
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class PiecesCase:
     """A batch, and the pieces that it is compared with."""
 
     batch: Batch
@@ -72,7 +72,7 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
+class TrialPass:
     """The gradients of a pass, and what it wrote beside them."""
 
     gradients: Gradients
@@ -124,7 +124,7 @@ class GradientTrial:
         """The gradients of every parameter that has one."""
         return self.passed(batch, whole=whole).gradients
 
-    def passed(self, batch: Batch, *, whole: bool = False, left: frozenset[str] = frozenset()) -> Pass:
+    def passed(self, batch: Batch, *, whole: bool = False, left: frozenset[str] = frozenset()) -> TrialPass:
         """What a pass gives, from the state that all begin with; that state is put back.
 
         Only a piece may have a loss that is no number, where no label counts.
@@ -150,7 +150,7 @@ class GradientTrial:
         }
         self.model.zero_grad(set_to_none=True)
         dense = {name: grad.to_dense() if grad.is_sparse else grad for name, grad in found.items()}
-        return Pass(dense, written)
+        return TrialPass(dense, written)
 
     def is_scratch(self, batch: Batch, names: frozenset[str]) -> bool:
         """Whether attributes are only written: a pass that begins with what another wrote there gives the same."""
@@ -161,7 +161,7 @@ class GradientTrial:
 
         return only_written(passed, names)
 
-    def weighed(self, cases: Sequence[Case], candidates: tuple[Weighing, ...]) -> list[Weighed]:
+    def weighed(self, cases: Sequence[PiecesCase], candidates: tuple[Weighing, ...]) -> list[Weighed]:
         """The ways of weighing that hold for all cases; where none does, the one that comes closest."""
         found = [Weighed(setting=one) for one in candidates]
         for case in cases:
@@ -169,7 +169,7 @@ class GradientTrial:
             pieces = [self.passed(case.cut.piece(case.batch, *span)) for span in case.spans]
             shares = [(stop - start) / case.cut.size for start, stop in case.spans]
             self.rules.take(whole.written, [piece.written for piece in pieces], shares)
-            compared = Compared(whole.gradients, [piece.gradients for piece in pieces])
+            compared = ComparedPieces(whole.gradients, [piece.gradients for piece in pieces])
             del whole, pieces
             weights = {id(one): self._weights(one, case) for one in found}
             known = [one for one in found if weights[id(one)]] or found[:1]
@@ -188,7 +188,7 @@ class GradientTrial:
                 break
         return found
 
-    def _weights(self, one: Weighed, case: Case) -> tuple[float, ...]:
+    def _weights(self, one: Weighed, case: PiecesCase) -> tuple[float, ...]:
         """The weights of the pieces; empty where the batch has no labels to count."""
         setting = replace(self.setting, **one.setting)  # type: ignore[arg-type]
         try:
@@ -197,7 +197,7 @@ class GradientTrial:
             return ()
 
 
-class Compared:
+class ComparedPieces:
     """Gradients of a batch beside those of its pieces.
 
     Attributes:
@@ -233,7 +233,7 @@ class Compared:
         return worst
 
 
-def in_64_bits(trial: GradientTrial, found: list[Weighed], cases: list[Case]) -> list[Weighed]:
+def in_64_bits(trial: GradientTrial, found: list[Weighed], cases: list[PiecesCase]) -> list[Weighed]:
     """The same with twice the bits, for one way of weighing; as it was where the model's code wants 32."""
     before = trial.own, trial.whole, trial.dtype
     trial.model.double()

@@ -20,10 +20,10 @@ from torch import nn
 from vramfit.errors import UsageError
 from vramfit.planner.devices.cpu_backend import CPU_FLOPS
 from vramfit.planner.gradient_trial import (
-    Case,
-    Compared,
+    ComparedPieces,
     GradientTrial,
-    Pass,
+    PiecesCase,
+    TrialPass,
     Weighed,
     Weighing,
     in_64_bits,
@@ -196,7 +196,7 @@ def _tried(
     workload, setting = trial.workload, trial.setting
     cut = find_cut(batch, setting.uncut)
     ragged, varied = made_ragged(batch, cut, trial.accepts, classes=classes)
-    cases = [Case(one, cut) for one in ([ragged, batch] if varied else [batch])]
+    cases = [PiecesCase(one, cut) for one in ([ragged, batch] if varied else [batch])]
     found = _holding(trial, cases, tuple(_candidates(batch, setting, varied)))
     examples = (large or LargeBatch()).affordable(sum(value.numel() for value in trial.model.parameters()))
     names = tuple(dict.fromkeys(entry.name for entry in varied if entry.name))
@@ -244,7 +244,7 @@ def _states(trial: GradientTrial, batch: Batch, reduction: Reduction) -> StateNa
 
 def _large_cases(
     trial: GradientTrial, batch: Batch, cut: Cut, varied: Sequence[Varied]
-) -> tuple[list[Case], tuple[str, ...]]:
+) -> tuple[list[PiecesCase], tuple[str, ...]]:
     """A large batch made uneven and as it is, with the names of what was made uneven."""
     if cut.size < 2:
         raise UsageError(
@@ -254,7 +254,7 @@ def _large_cases(
     pieces = max(2, min(_MOST_PIECES, _PIECES_BYTES // max(1, gradient_bytes)))
     uneven, names = made_uneven(batch, cut, varied, trial.accepts)
     batches = [uneven, batch] if names else [batch]
-    return [Case(one, cut, spans_of_many_sizes(cut.size, pieces)) for one in batches], names
+    return [PiecesCase(one, cut, spans_of_many_sizes(cut.size, pieces)) for one in batches], names
 
 
 def spans_of_many_sizes(size: int, pieces: int) -> list[tuple[int, int]]:
@@ -276,7 +276,9 @@ def spans_of_many_sizes(size: int, pieces: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(ends))
 
 
-def _holding(trial: GradientTrial, cases: list[Case], candidates: tuple[Weighing, ...]) -> list[Weighed]:
+def _holding(
+    trial: GradientTrial, cases: list[PiecesCase], candidates: tuple[Weighing, ...]
+) -> list[Weighed]:
     """The ways of weighing that hold for all cases, the plainest first.
 
     Raises:
@@ -334,7 +336,7 @@ def try_encoders(
             found = _in_pieces(trial, batch, paths)
             if found is None:
                 continue
-            compared = Compared(expected.gradients, [found.gradients])
+            compared = ComparedPieces(expected.gradients, [found.gradients])
             if compared.judge((1.0,), trial, compared.names).share > 1:
                 continue
             trial.rules = PieceRules()
@@ -364,7 +366,7 @@ def _few_examples(workload: Workload, sizes: Mapping[str, int] | None) -> Batch:
     return workload.batch(**{**workload.sizes, **(sizes or {}), batch_size_name(workload.sizes): EXAMPLES})
 
 
-def _in_pieces(trial: GradientTrial, batch: Batch, paths: tuple[str, ...]) -> Pass | None:
+def _in_pieces(trial: GradientTrial, batch: Batch, paths: tuple[str, ...]) -> TrialPass | None:
     """A pass with modules in pieces; None where they cannot run so."""
     technique = GradientCaching()
     live = AttachedProgram(trial.model, None)
@@ -417,7 +419,7 @@ def _candidates(
                 yield {"reduction": reduction, "ignore_index": one.value}
 
 
-def _differs(trial: GradientTrial, found: Weighed, case: Case) -> UsageError:
+def _differs(trial: GradientTrial, found: Weighed, case: PiecesCase) -> UsageError:
     """Why pieces cannot stand for the whole."""
     values = []
     for trial.seed in (0, 1):

@@ -352,8 +352,8 @@ class AttachedProgram:
         if missed and any(parameter.grad is not None for parameter in self.model.parameters()):
             raise UsageError(
                 "gradients came by loss.backward(), without the share of their micro-batch or the scale of the plan",
-                "Call plan.backward(loss) in its place, and in that of accelerator.backward(loss), for each micro-batch "
-                "of plan.split(batch)",
+                "Call plan.backward(loss) in its place, and in that of accelerator.backward(loss), for each "
+                "micro-batch of plan.split(batch)",
             )
 
     def _take_step(self, optimizer: Optimizer) -> None:
