@@ -2,7 +2,12 @@
 
     python studies/plan_gradients.py                       # all workloads, exact plans and lower precision
     python studies/plan_gradients.py --only CLIP --numerics rounding
+    python studies/plan_gradients.py --part kinds --kinds kinds.json
     python studies/plan_gradients.py --write docs/gradients.md
+
+Sixty kinds of losses, masks and states (`gradient_parts/kinds.py`) are planned at two budgets each. A step is taken at
+the full batch in a loop that shares nothing with the planner's comparison, and the gradients of all parameters, buffers
+and what else the step wrote are compared with the plain program's.
 
 Each workload of `gradient_parts/subjects.py` is planned for its lowest peak, with the techniques that change how
 gradients come about: that uses as many of them as possible. Then a step with the plan and one without are taken for
@@ -23,8 +28,10 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
+from gradient_parts.kinds import EXAMPLES, KINDS
 from gradient_parts.single import ALONE_HEADS, STEPS, Trial, alone_cells, alone_table, trials
 from gradient_parts.subjects import SUBJECTS, Subject
+from gradient_parts.two_budgets import HEADS, BudgetRow, cells, rows_of
 from rich.console import Console
 from rich.table import Table
 
@@ -41,6 +48,18 @@ from vramfit.units import format_bytes
 from vramfit.writing import write_text
 
 LEVELS = ("rounding", "precision")
+
+PARTS = ("kinds", "plans", "alone")
+
+BUDGETS = """## Sixty kinds at two budgets
+
+Losses, masks and states of a forward pass, each of its own kind ({examples} examples, fewer where a loss makes all
+pairs), planned so that the part *saved* of the plain program's activations has no room. A step is taken at the full
+batch in a loop of its own, which shares nothing with the planner's comparison. *Worst gradient* is the largest
+difference of a parameter's gradient, *worst state* that of a buffer, a frozen parameter, a number in an attribute or a
+generator, each as a part of its norm. Dropout is off where a plan cuts the batch.
+"""
+
 TECHNIQUES = {
     "rounding": (
         *("micro-batching", "gradient-caching", "activation-checkpointing", "chunked-loss"),
@@ -126,17 +145,25 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="the rows; those that it has are not made anew"
     )
+    parser.add_argument(
+        "--part", choices=PARTS, nargs="+", default=PARTS, help="which of the three parts to run"
+    )
+    parser.add_argument("--kinds", type=Path, metavar="FILE", help="as --json, for the kinds at two budgets")
     parser.add_argument("--alone", type=Path, metavar="FILE", help="as --json, for each technique on its own")
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the page")
     options = parser.parse_args(arguments)
     wanted = [word.lower() for word in options.only or [""]]
-    names = [name for name in SUBJECTS if any(word in name.lower() for word in wanted)]
-    if not names:
-        parser.error(f"no workload has such a name: there are {', '.join(SUBJECTS)}")
+    subjects = SUBJECTS if {"plans", "alone"} & set(options.part) else {}
+    kinds = KINDS if "kinds" in options.part else {}
+    names = [name for name in subjects if any(word in name.lower() for word in wanted)]
+    of_kinds = [name for name in kinds if any(word in name.lower() for word in wanted)]
+    if not names and not of_kinds:
+        parser.error(f"no workload has such a name: there are {', '.join((*subjects, *kinds))}")
     console = Console(stderr=True)
+    at_budgets = _at_budgets(of_kinds, options.kinds, console)
     known = _read(options.json)
     rows = []
-    for name in names:
+    for name in names if "plans" in options.part else ():
         for level in options.numerics:
             rows.append(known.pop((name, level), None) or row_of(name, level))
             if options.json is not None:
@@ -144,7 +171,7 @@ def main(arguments: list[str] | None = None) -> int:
             console.print(f"{name}, {level}: {'✓' if rows[-1].passes else '✗'} in {rows[-1].seconds:.0f} s")
     tried = []
     alone = _read_trials(options.alone)
-    for name in names:
+    for name in names if "alone" in options.part else ():
         tried += alone.pop(name, None) or list(trials(name))
         if options.alone is not None:
             write_text(options.alone, json.dumps([asdict(one) for one in tried], indent=1) + "\n")
@@ -152,11 +179,39 @@ def main(arguments: list[str] | None = None) -> int:
     out = Console()
     if not out.is_terminal:
         out.width = 200  # a file has no edge
-    out.print(_table(rows))
-    out.print(alone_table(tried))
+    if at_budgets:
+        out.print(_budget_table(at_budgets))
+    if rows:
+        out.print(_table(rows))
+    if tried:
+        out.print(alone_table(tried))
     if options.write is not None:
-        write_text(options.write, page(rows, tried))
-    return 0 if all(row.passes for row in rows) else 3
+        write_text(options.write, page(rows, tried, at_budgets))
+    return 0 if all(row.passes for row in (*rows, *at_budgets)) else 3
+
+
+def _at_budgets(kinds: Sequence[str], file: Path | None, console: Console) -> list[BudgetRow]:
+    """The plans for some kinds at two budgets; those that a file has are not made anew."""
+    known: dict[str, list[BudgetRow]] = {}
+    if file is not None and file.exists():
+        for row in json.loads(file.read_text(encoding="utf-8")):
+            made = BudgetRow(**row | {"techniques": tuple(row["techniques"])})
+            known.setdefault(made.kind, []).append(made)
+    rows: list[BudgetRow] = []
+    for kind in kinds:
+        rows += known.pop(kind, None) or list(rows_of(kind))
+        if file is not None:
+            kept = [*rows, *(row for more in known.values() for row in more)]
+            write_text(file, json.dumps([asdict(row) for row in kept], indent=1) + "\n")
+        console.print(f"{kind}: {' '.join('✓' if row.passes else '✗' for row in rows if row.kind == kind)}")
+    return rows
+
+
+def _budget_table(rows: Sequence[BudgetRow]) -> Table:
+    table = Table(*HEADS)
+    for row in cells(rows):
+        table.add_row(*row)
+    return table
 
 
 def _read(file: Path | None) -> dict[tuple[str, str], Row]:
@@ -259,7 +314,7 @@ def _cells(row: Row) -> tuple[str, ...]:
     )
 
 
-def page(rows: Sequence[Row], tried: Sequence[Trial] = ()) -> str:
+def page(rows: Sequence[Row], tried: Sequence[Trial] = (), at_budgets: Sequence[BudgetRow] = ()) -> str:
     """The page of docs/."""
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "peft"))
     lines = [HEAD.format(versions=versions, card=CARD)]
@@ -272,10 +327,25 @@ def page(rows: Sequence[Row], tried: Sequence[Trial] = ()) -> str:
         lines.append("\n" + ALONE.format(steps=STEPS))
         lines.append(f"| {' | '.join(ALONE_HEADS)} |\n{'|---' * len(ALONE_HEADS)}|")
         lines += [f"| {' | '.join(cells)} |" for cells in alone_cells(tried)]
+    if at_budgets:
+        lines += _budget_section(at_budgets)
     lines.append("\n## Left out\n")
     said = dict.fromkeys((row.subject, note) for row in rows for note in row.left_out)
     lines += [f"- {subject}: {note}" for subject, note in said]
     return "\n".join(lines) + "\n"
+
+
+def _budget_section(rows: Sequence[BudgetRow]) -> list[str]:
+    planned = [row for row in rows if row.promise]
+    kept = sum(row.passes for row in planned)
+    kinds = len({row.kind for row in rows})
+    without = len(rows) - len(planned)
+    return [
+        "\n" + BUDGETS.format(examples=f"{EXAMPLES:,}"),
+        f"{kept} of {len(planned)} plans for {kinds} kinds keep their word; at {without} budgets nothing fits.\n",
+        f"| {' | '.join(HEADS)} |\n{'|---' * len(HEADS)}|",
+        *(f"| {' | '.join(row)} |" for row in cells(rows)),
+    ]
 
 
 if __name__ == "__main__":

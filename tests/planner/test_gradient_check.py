@@ -18,8 +18,9 @@ from vramfit.planner.devices.cost import StepCost
 from vramfit.planner.devices.virtual_backend import VirtualBackend
 from vramfit.planner.gradient_check import check_promises, promised_plan
 from vramfit.planner.micro_batch_trial import MicroBatchVerdict
-from vramfit.planner.plan_file import PlanFigures, PlanTarget
-from vramfit.planner.plans import Plan, PlanRequest, plan_of
+from vramfit.planner.plan_file import PlanFigures, PlanTarget, plan_from_toml, plan_to_toml
+from vramfit.planner.plans import MEMORY, Plan, PlanRequest, plan_of
+from vramfit.report.rendering import render
 from vramfit.techniques import Choice, Numerics, find_technique, setting_from_plain
 from vramfit.techniques.micro_batching import MicroBatchingSetting, Reduction
 from vramfit.workload import Workload
@@ -51,11 +52,11 @@ LAYERS: dict[str, object] = {"modules": ["layers.0", "layers.1"]}
 def test_a_plan_that_keeps_its_word_says_what_was_compared() -> None:
     workload = all_toys()["language-tied"]
     equal = check_promises(workload, _plan(workload, activation_checkpointing=LAYERS))
-    count = len(list(workload.model().parameters()))
+    count, examples = len(list(workload.model().parameters())), workload.sizes["batch_size"]
     assert equal.fault is None
     assert equal.note == (
-        f"compared with the model itself: the gradients of all {count} parameters are those of the plain program, "
-        "bit for bit."
+        f"compared with the model itself and {examples} examples: the gradients of all {count} parameters are those "
+        "of the plain program, bit for bit."
     )
     compiled = check_promises(workload, _plan(workload, activation_checkpointing=LAYERS, compile={}))
     not_compared = "compile was not compared: it compiles for the CPU; vramfit verify compares it."
@@ -73,7 +74,9 @@ def test_what_does_not_keep_its_word_is_found(beside: dict[str, dict[str, object
     found = check_promises(workload, _plan(workload, **beside, micro_batching=wrong))
     assert found.fault is not None
     assert found.fault.name == "micro-batching"
-    assert "micro-batching is left out: compared with the model itself, the gradient of " in found.note
+    examples = workload.sizes["batch_size"]
+    assert f"compared with the model itself and {examples} examples, the gradient of " in found.note
+    assert found.note.startswith("micro-batching is left out: ")
     assert found.note.endswith("and rounding was promised.")
 
 
@@ -109,7 +112,10 @@ def test_a_model_that_is_too_large_is_compared_by_a_stand_in(monkeypatch: pytest
     found = check_promises(
         workload, _plan(workload, activation_checkpointing={"modules": ["layers.7", "layers.10"]})
     )
-    assert "with a stand-in of the same code with 2 of 12 layers: the gradients of all" in found.note
+    assert (
+        "with a stand-in of the same code with 2 of 12 layers and 5 examples: the gradients of all"
+        in found.note
+    )
     assert seen == [["layers.1", "layers.0"]]
     monkeypatch.setattr(gradient_check, "_MOST", 0)
     found = check_promises(workload, _plan(workload, activation_checkpointing={"modules": ["layers.7"]}))
@@ -132,8 +138,9 @@ def test_a_plain_program_that_is_no_measure_says_nothing_of_a_plan() -> None:
 
     drawn = replace(toy, loss=noisy)
     found = check_promises(drawn, _plan(drawn, micro_batching={"count": 2, "reduction": "next-tokens"}))
-    assert found.fault is None
-    assert "draws random numbers in training" in found.note
+    # Random numbers excuse nothing: what cannot be held to its promise has none.
+    assert found.fault is not None
+    assert found.note.startswith("micro-batching is left out: compared with the model itself")
 
 
 class Counting(VirtualBackend):
@@ -196,11 +203,40 @@ def test_a_technique_that_does_not_keep_its_word_is_no_part_of_the_plan(
     told: list[str] = []
     device.runs = 0
     ran = _runs_noted(monkeypatch)
+    monkeypatch.setattr(gradient_check, "_SECONDS", 1.0)  # no time for more than a few of the 65,536 examples
     _, plan = promised_plan(device, request, told.append)
     # Two searches, of which each begins with the plain program: a run is not made again.
     assert len(ran) == len(set(ran)) == device.runs == plan.solved.runs
     assert [choice.name for choice in plan.choices] == ["activation-checkpointing"]
     left_out, kept = plan.notes[-2:]
-    assert left_out.startswith("micro-batching is left out: compared with the model itself, the gradient of")
-    assert "bit for bit" in kept
+    expected = "compared with the model itself and 128 examples, the gradient of"
+    assert left_out.startswith(f"micro-batching is left out: {expected}")
+    assert "and 128 examples: the gradients of all" in kept
+    assert kept.endswith("bit for bit.")
     assert "the plan's gradients beside the plain program's" in told
+
+
+def test_what_was_not_compared_is_written_as_no_promise(monkeypatch: pytest.MonkeyPatch) -> None:
+    workload = all_toys()["language-tied"]
+    device = VirtualBackend(find_gpu("RTX 4090"), alloc_conf="", host_bytes=1 << 30)
+    plain = device.step_cost(workload, dict(workload.sizes))
+    request = PlanRequest(
+        workload=workload,
+        sizes=workload.sizes,
+        budget_bytes=plain.total_bytes,
+        objective=MEMORY,
+        allowed=frozenset({"activation-checkpointing"}),
+        entries=False,
+    )
+    _, compared = promised_plan(device, request, lambda _text: None)
+    assert compared.compared == f"the model itself and {workload.sizes['batch_size']} examples"
+    assert 'promise = "bitwise"' in plan_to_toml(compared)
+    monkeypatch.setattr(gradient_check, "_SECONDS", 0.0)
+    monkeypatch.setattr(gradient_check, "ways_to_try", lambda *_args, **_kwargs: iter(()))
+    _, plan = promised_plan(device, request, lambda _text: None)
+    assert plan.compared == ""
+    text = plan_to_toml(plan)
+    assert "promise" not in text.split("[[technique]]")[1]
+    assert "bitwise by construction, not compared: see vramfit verify" in text
+    assert plan_from_toml(text, Plan).compared == ""
+    assert "results: bitwise by construction, not compared" in render(plan, width=200)

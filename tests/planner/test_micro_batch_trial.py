@@ -18,8 +18,8 @@ from vramfit.planner.candidates import Candidates
 from vramfit.planner.devices.virtual_backend import VirtualBackend
 from vramfit.planner.micro_batch_trial import try_micro_batching
 from vramfit.planner.plans import PlanRequest
-from vramfit.techniques import Profile
-from vramfit.techniques.micro_batching import Reduction
+from vramfit.techniques import Numerics, Profile
+from vramfit.techniques.micro_batching import MicroBatching, Reduction
 from vramfit.workload import Batch, Workload
 
 
@@ -41,7 +41,7 @@ def summed(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("loss", "reduction"),
-    [(None, Reduction.MEAN), (summed, Reduction.SUM), (contrastive, None)],
+    [(None, Reduction.TOKENS), (summed, Reduction.SUM), (contrastive, None)],
     ids=["mean", "sum", "contrastive"],
 )
 def test_a_loss_is_tried_and_what_was_tried_is_said(loss: object, reduction: Reduction | None) -> None:
@@ -50,9 +50,10 @@ def test_a_loss_is_tried_and_what_was_tried_is_said(loss: object, reduction: Red
     found = try_micro_batching(workload, _profile(workload))
     assert (found.setting and found.setting.reduction) is reduction
     if reduction is None:
-        assert "micro-batching is left out: pieces of a batch do not give its gradients" in found.note
+        assert "micro-batching is left out: pieces of a batch of 4 do not give its gradients" in found.note
     else:
-        assert "was tried with the model itself: pieces of 4 examples give the gradients" in found.note
+        size = toy.sizes["batch_size"]
+        assert f"was tried with the model itself: pieces of {size} examples give the gradients" in found.note
 
 
 class Tall(nn.Module):
@@ -111,7 +112,8 @@ def test_what_was_not_tried_is_left_out_unless_it_is_allowed_by_name(monkeypatch
     named = try_micro_batching(workload, _profile(workload), by_name=True)
     assert named.setting is not None
     assert named.setting.reduction is Reduction.AUTO
-    assert "it is used since it was allowed by its name" in named.note
+    assert MicroBatching().promise(named.setting).numerics is Numerics.APPROXIMATE
+    assert "nothing is promised of it, and it is used under --numerics approximate alone" in named.note
 
 
 def test_a_model_of_transformers_is_made_narrower() -> None:
@@ -189,7 +191,8 @@ def test_only_what_can_be_cut_is_offered_in_pieces(loss: object) -> None:
     assert bool(offered) == (loss is None)
     assert all("micro-batching" in note for note in candidates.notes(offered))
     assert candidates.notes(offered)
-    assert all(choice.setting.reduction is Reduction.MEAN for choice in offered)  # type: ignore[attr-defined]
+    # Labels may be ignored in a mean of one for each example.
+    assert all(choice.setting.reduction is Reduction.TOKENS for choice in offered)  # type: ignore[attr-defined]
 
 
 def _list(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:

@@ -11,7 +11,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from vramfit.errors import UsageError
-from vramfit.planner.whole_and_pieces import NoPiecesError, NotComparableError, try_pieces
+from vramfit.planner.devices.cpu_backend import CPU_FLOPS
+from vramfit.planner.whole_and_pieces import (
+    LargeBatch,
+    NoPiecesError,
+    NotComparableError,
+    spans_of_many_sizes,
+    try_pieces,
+)
 from vramfit.techniques.micro_batching import MicroBatchingSetting, Reduction, Splitter
 from vramfit.workload import Workload
 
@@ -190,6 +197,98 @@ def test_a_masked_mean_that_is_no_plain_one_has_no_pieces() -> None:
 
     with pytest.raises(NoPiecesError):
         try_pieces(workload(smoothed, batch=with_mask(torch.float32, 1)))
+
+
+# -- losses that change their form with the batch -----------------------------------------------------------------
+
+LARGE = LargeBatch(examples=96)
+
+
+def classes(batch_size: int) -> dict[str, torch.Tensor]:
+    return {"x": torch.randn(batch_size, LENGTH, WIDTH), "y": torch.randint(WIDTH, (batch_size,))}
+
+
+def of_each(model: nn.Module, batch: dict[str, torch.Tensor], reduction: str = "none") -> torch.Tensor:
+    return F.cross_entropy(model(batch["x"]).mean(1), batch["y"], reduction=reduction)
+
+
+def worst_losses(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return of_each(model, batch).sort(descending=True).values[:24].mean()
+
+
+def with_variance_of_many(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    seen = model(batch["x"]).mean(1)
+    spread = F.relu(1 - seen.std(0)).mean() if len(seen) >= 32 else 0.0
+    return of_each(model, batch, "mean") + spread
+
+
+def normalised_by_the_batch(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """By a count that the loss takes for at least 8: a sum of few examples, a mean of many."""
+    return of_each(model, batch, "sum") / max(8, len(batch["x"]))
+
+
+def two_masks(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    off = of_each(model, batch)
+    return sum((off * batch[name]).sum() / batch[name].sum().clamp(min=1) for name in ("m1", "m2"))  # type: ignore[return-value]
+
+
+def with_two_masks(batch_size: int) -> dict[str, torch.Tensor]:
+    return {**classes(batch_size), "m1": torch.ones(batch_size), "m2": torch.ones(batch_size)}
+
+
+@pytest.mark.parametrize(
+    ("loss", "batch"),
+    [
+        (worst_losses, classes),
+        (with_variance_of_many, classes),
+        (normalised_by_the_batch, classes),
+        (two_masks, with_two_masks),
+    ],
+)
+def test_a_loss_that_changes_its_form_with_the_batch_is_seen_in_a_large_one(
+    loss: Callable[..., torch.Tensor], batch: Callable[..., Any]
+) -> None:
+    """Four examples do not show it."""
+    plain = workload(loss, batch=batch)
+    assert try_pieces(plain).examples == 4
+    with pytest.raises(NoPiecesError, match="pieces of a batch of 96 do not give its gradients"):
+        try_pieces(plain, large=LARGE)
+
+
+def test_labels_of_which_few_are_ignored_are_counted() -> None:
+    found = try_pieces(
+        workload(lambda model, batch: of_each(model, batch, "mean"), batch=classes), large=LARGE
+    )
+    assert (found.setting.reduction, found.setting.labels) == (Reduction.TOKENS, "y")
+    assert (found.setting.ignore_index, found.varied, found.examples) == (-100, ("y",), 96)
+
+
+def test_two_masks_with_one_mean_each_are_told_apart_from_one() -> None:
+    def one_mask(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return (of_each(model, batch) * batch["m1"]).sum() / batch["m1"].sum().clamp(min=1)
+
+    found = try_pieces(workload(one_mask, batch=with_two_masks), large=LARGE)
+    assert (found.setting.reduction, found.setting.labels) == (Reduction.WEIGHTS, "m1")
+
+
+def test_a_large_batch_is_as_large_as_time_and_memory_allow() -> None:
+    flops = CPU_FLOPS / 1000  # an example takes a hundredth of a second with ten parameters
+    assert LargeBatch(examples=1000, flops=flops, seconds=4.0).affordable(10) == 100
+    assert LargeBatch(examples=50, flops=flops, seconds=4.0).affordable(10) == 50
+    assert LargeBatch(examples=1000, flops=flops, seconds=4.0).affordable(1000) == 1
+    assert LargeBatch(examples=1000, flops=flops, memory=2.0**30, seconds=4.0).affordable(1) == 2
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 17, 100, 8192])
+@pytest.mark.parametrize("pieces", [2, 5, 16])
+def test_pieces_of_many_sizes_fill_the_batch(size: int, pieces: int) -> None:
+    spans = spans_of_many_sizes(size, pieces)
+    assert [start for start, _ in spans] == [0, *(stop for _, stop in spans[:-1])]
+    assert spans[-1][1] == size
+    assert len(spans) <= pieces
+    lengths = [stop - start for start, stop in spans]
+    assert lengths == sorted(lengths, reverse=True)
+    assert lengths[-1] == 1
 
 
 def test_dropout_by_layers_and_functions_is_off_and_other_random_numbers_are_told() -> None:

@@ -183,3 +183,16 @@ def test_a_long_message_is_cut_and_the_line_is_the_users() -> None:
     assert found.message.endswith("x…")
     assert len(found.message) < len(__file__) + 250
     assert found.code == 1
+
+
+def test_a_gradient_by_torch_func_is_one_line() -> None:
+    def through_hooks() -> None:
+        with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda packed: packed):
+            torch.func.grad(lambda x: x.sin().sum())(torch.ones(2))
+
+    with pytest.raises(RuntimeError) as caught:
+        through_hooks()
+    failure = workload_failure(caught.value, f"{__file__}:training")
+    assert "a gradient by torch.func inside the step" in failure.message
+    assert failure.hint == "Use torch.autograd.grad(..., create_graph=True) there, which can"
+    assert failure.code == 2

@@ -188,6 +188,29 @@ def _micro() -> Choice:
     return Choice(technique=technique, setting=setting_from_plain(technique, {}))
 
 
+class Counting(nn.Linear):
+    """An encoder that counts its runs in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.register_buffer("runs", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.runs += 1
+        return super().forward(x)
+
+
+def test_an_encoder_that_writes_is_refused() -> None:
+    model = nn.Sequential(Counting())
+    live = AttachedProgram(model, None)
+    live.attach((Choice(technique=GradientCaching(), setting=GradientCachingSetting(modules=("0",))),))
+    with pytest.raises(
+        UsageError, match="0 writes runs in its forward pass, and pieces of a batch would write it"
+    ):
+        model(torch.ones(4, 4))
+    live.undo()
+
+
 def test_a_plan_caches_gradients_where_the_loss_has_no_pieces() -> None:
     def pair(batch_size: int) -> Batch:
         return torch.randn(batch_size, 64, 32), torch.randn(batch_size, 64, 32)
@@ -212,6 +235,8 @@ def test_a_plan_caches_gradients_where_the_loss_has_no_pieces() -> None:
     assert [choice.name for choice in plan.choices] == ["gradient-caching"]
     assert plan.after.peak_allocated_bytes < plain.peak_allocated_bytes / 2
     told = " ".join(plan.notes)
-    assert "micro-batching is left out: pieces of a batch do not give its gradients" in told
+    assert "micro-batching is left out: pieces of a batch of 4 do not give its gradients" in told
     assert "the model may run in pieces (gradient-caching): tried with the model itself" in told
-    assert "compared with the model itself: the gradients of all 24 parameters differ by at most" in told
+    assert "examples: the gradients of all 24 parameters differ by at most" in told
+    assert plan.compared is not None
+    assert plan.compared.startswith("the model itself and ")

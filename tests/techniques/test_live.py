@@ -23,6 +23,7 @@ from vramfit.techniques import (
     Profile,
     Setting,
     Technique,
+    find_technique,
     live_of,
     setting_from_plain,
     setting_to_plain,
@@ -173,6 +174,26 @@ def test_gradients_are_clipped_together() -> None:
     moved = torch.cat([(a - b).flatten() for a, b in zip(before, model.parameters(), strict=True)])
     assert float(moved.detach().norm()) == pytest.approx(1.0, rel=1e-4)
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_steps_of_the_optimizer_itself_lack_the_weights_of_pieces() -> None:
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    live = AttachedProgram(model, optimizer)
+    technique = find_technique("micro-batching")
+    live.attach((Choice(technique=technique, setting=setting_from_plain(technique, {"count": 2})),))
+    batch = torch.ones(4, 4)
+    for piece in live.split(batch):
+        model(piece).square().mean().backward()  # as accelerator.backward does
+    with pytest.raises(UsageError, match=r"by loss.backward\(\), without the share"):
+        optimizer.step()
+    model.zero_grad()
+    for piece in live.split(batch):
+        live.backward(model(piece).square().mean())
+    optimizer.step()
+    live.undo()
+    model(batch).square().mean().backward()
+    optimizer.step()
 
 
 def test_settings_go_through_plain_values_and_back() -> None:

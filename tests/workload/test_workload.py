@@ -1,3 +1,4 @@
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -231,3 +232,29 @@ def test_groups_that_are_none_are_refused(groups: object, message: str) -> None:
         _grouped(groups).start("cpu")
     with pytest.raises(UsageError, match="groups but no optimizer"):
         Workload(model=nn.Identity, batch=torch.ones, sizes={"n": 1}, groups={"*": {}})
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("def made(lr):\n    return lr\n", "made in .* is a function that wants lr"),
+        (
+            "import argparse\ndef made():\n    p = argparse.ArgumentParser()\n"
+            "    p.add_argument('--lr', required=True)\n    p.parse_args()\n",
+            r"made\(\) in .* ends the program \(w.py: error: the following arguments are required: --lr\)",
+        ),
+        ("def made():\n    print('trained')\n", "made in .* is of type NoneType, not a Workload"),
+        ("import sys\nmade = None\nsys.exit(3)\n", "the code in .* ends the program with exit code 3"),
+    ],
+    ids=["arguments", "parser", "nothing", "file"],
+)
+def test_a_function_that_makes_no_workload_is_one_line(
+    code: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "w.py"
+    file.write_text(code, encoding="utf-8")
+    before = list(sys.argv)
+    with pytest.raises(UsageError, match=message):
+        load_workload(f"{file}:made")
+    assert sys.argv == before
+    assert capsys.readouterr().err == ""

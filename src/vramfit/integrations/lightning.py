@@ -139,7 +139,9 @@ class LightningTraining:
         before: torch.Tensor | None = None
         while True:
             piece = pieces.pop(0)
+            live.begin_piece(piece)
             output, loss = logs.of_piece(piece, functools.partial(self._forward, piece, rest, kwargs))
+            live.end_piece(piece)
             if not pieces:
                 break
             if loss is not None:
@@ -167,7 +169,9 @@ class LightningTraining:
     def _backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         self._clear_again()
         self._clear_again = _nothing
-        return self._go_back(closure_loss, optimizer, *args, **kwargs)
+        found = self._go_back(closure_loss, optimizer, *args, **kwargs)
+        self.live.finish_pieces()
+        return found
 
     # -- the step ------------------------------------------------------------------------------------------------
 

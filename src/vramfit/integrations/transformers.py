@@ -153,6 +153,7 @@ class TrainerTraining:
         while pieces:
             piece = pieces.pop(0)
             self._weight = piece.weight
+            self.live.begin_piece(piece)
             items = num_items_in_batch
             if items is not None and piece.weight != 1.0:
                 items = items * piece.weight  # see NOTE [Items in a piece]
@@ -161,8 +162,10 @@ class TrainerTraining:
                 loss = self._plain_step(model, piece.batch, items, *args, **kwargs)
             finally:
                 back()
+            self.live.end_piece(piece)
             total = loss if total is None else total + loss
             del piece, loss
+        self.live.finish_pieces()
         if self._accelerator.sync_gradients:
             end_gradients(self.live)
         assert total is not None

@@ -335,14 +335,14 @@ class Candidates:
             if quickening and not technique.quickens:
                 continue
             if technique.promise(setting).numerics > self.request.numerics:
-                continue
+                continue  # before anything is tried
             if isinstance(setting, MicroBatchingSetting):
                 known = self.micro_batching.setting
                 if known is None:
                     continue
-                setting = replace(
-                    setting, reduction=known.reduction, labels=known.labels, ignore_index=known.ignore_index
-                )
+                setting = replace(known, count=setting.count, batch_norm=setting.batch_norm)
+                if technique.promise(setting).numerics > self.request.numerics:
+                    continue
             if isinstance(setting, GradientCachingSetting):
                 if not self.micro_batching.encoders:
                     continue

@@ -1,7 +1,8 @@
 """Compares a plan's gradients with the plain program's before the plan is written, as far as this machine can.
 
-One small batch is trained on for a few steps, plain and with the plan, on the CPU: the model itself where time and
-memory allow it, else a stand-in of the same code (see trial_attempts.py). Techniques are held to their own
+One batch is trained on for a few steps, plain and with the plan, on the CPU: with the model itself and the plan's own
+batch where time and memory allow it, else with fewer examples, else with a stand-in of the same code (see
+trial_attempts.py). Techniques are held to their own
 promises: first those that promise equal bits, then with them those that round, then those of lower precision. Where one
 does not keep its promise, it is found by itself, or by leaving it out, and the search is made again without it.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,9 +28,10 @@ from vramfit.planner.plans import NothingFits, Plan, PlanRequest
 from vramfit.planner.search import PlanSearch
 from vramfit.planner.search_cache import Runs, SearchCache
 from vramfit.planner.search_clock import SearchClock, TimeOver, limited
+from vramfit.planner.seeding import generators_kept
+from vramfit.planner.state_check import differing_states, settled
 from vramfit.planner.trial_attempts import TrialAttempt, most_model_bytes, ways_to_try
-from vramfit.planner.verification import GradientCheck, Training, judge_gradients
-from vramfit.planner.whole_and_pieces import NotComparableError, try_pieces
+from vramfit.planner.verification import GradientCheck, Training, judge_gradients, with_states
 from vramfit.planner.workload_check import brief
 from vramfit.techniques import (
     Choice,
@@ -39,14 +41,22 @@ from vramfit.techniques import (
     setting_to_plain,
     with_choices,
 )
+from vramfit.techniques.core.forward_state import Written
 from vramfit.techniques.gradient_caching import GradientCachingSetting
 from vramfit.techniques.micro_batching import MicroBatchingSetting, batch_size_name
+from vramfit.units import counted
 from vramfit.workload import Workload
 
 Progress = Callable[[str], None]
 
 _EXAMPLES = 5
-"""Examples in the batch: two pieces of it are not equally large."""
+"""Examples in the smallest batch: two pieces of it are not equally large."""
+
+_FEWER = 8
+"""By how much the batch shrinks from one way to compare to the next."""
+
+_BATCH_BYTES = 4 << 30
+"""Bytes that a plain step may need on the CPU, by what it takes on the device."""
 
 _STEPS = 3
 """Training steps: what an optimizer does shows in the losses after its first steps."""
@@ -75,10 +85,12 @@ class Compared:
     Attributes:
         note: what was compared and how it ended, or why nothing was; a sentence, empty where there is nothing to say.
         fault: the technique that does not keep its promise; None where all do, or nothing was compared.
+        by: what was compared, in words; empty where nothing was.
     """
 
     note: str = ""
     fault: Choice | None = None
+    by: str = ""
 
 
 def check_promises(workload: Workload, plan: Plan) -> Compared:
@@ -102,11 +114,11 @@ def check_promises(workload: Workload, plan: Plan) -> Compared:
 
 def _compared(workload: Workload, plan: Plan, choices: Sequence[Choice]) -> Compared:
     """The comparison of some of a plan's techniques."""
-    shapes = _shapes(workload)
+    shapes, sizes = _shapes(workload), plan.aim.sizes or workload.sizes
     paths = frozenset(path for path, _ in shapes.named_modules())
     why = "the model is too large for it here"
     for way in _ways(workload, plan, _bytes_of(shapes)):
-        comparison = _Comparison(workload, way, paths)
+        comparison = _Comparison(workload, way, paths, sizes[batch_size_name(sizes)])
         try:
             with limited(SearchClock(), _LONGEST):
                 found = comparison.of(choices)
@@ -188,7 +200,7 @@ def _judged_outputs(workload: Workload, choices: Sequence[Choice], way: TrialAtt
         if check.equal < check.outputs:
             bound = "which nothing bounds" if check.allowed is None else f"{check.allowed:g} promised"
             how = f"differ by at most {check.worst:.2g} of their norm, {bound}"
-        return Compared(note=f"compared with {way.words}: the outputs {how}.")
+        return Compared(note=f"compared with {way.words}: the outputs {how}.", by=way.words)
     fault = next((choice for choice in choices if not judged([choice]).passes), choices[-1])
     return Compared(
         note=f"{fault.name} is left out: compared with {way.words}, an output differs by {check.worst:.2g} of its "
@@ -211,21 +223,42 @@ class _NothingToCompareError(UsageError):
 
 
 def _ways(workload: Workload, plan: Plan, model_bytes: int) -> list[TrialAttempt]:
-    """Ways to compare, with a small batch first and with the plan's own where the workload needs that."""
+    """Ways to compare: with the plan's own batch, with fewer examples, and in the end by a stand-in."""
     sizes = dict(plan.aim.sizes) or dict(workload.sizes)
     name = batch_size_name(sizes)
-    found: list[TrialAttempt] = []
-    for examples in dict.fromkeys((min(_EXAMPLES, sizes[name]), sizes[name])):
-        part = examples / sizes[name]
-        found += ways_to_try(
-            workload,
-            {**sizes, name: examples},
-            flops=plan.before.step_flops * part * _STEPS * _RUNS,
-            seconds=_SECONDS,
-            model_bytes=model_bytes,
-            most_bytes=most_model_bytes(_PART, _MOST),
+    own = sizes[name]
+
+    def ways(examples: int) -> list[TrialAttempt]:
+        return list(
+            ways_to_try(
+                workload,
+                {**sizes, name: examples},
+                flops=plan.before.step_flops * examples / own * _STEPS * _RUNS,
+                seconds=_SECONDS,
+                model_bytes=model_bytes,
+                most_bytes=most_model_bytes(_PART, _MOST),
+            )
         )
+
+    *larger, least = _batches(own)
+    found: list[TrialAttempt] = []
+    for examples in larger:
+        if plan.before.peak_allocated_bytes * examples / own <= _BATCH_BYTES:
+            itself = {**sizes, name: examples}
+            found += [way for way in ways(examples) if way.model is None and way.sizes == itself]
+    found += ways(least)
+    if larger:  # for batch functions that make batches of one size alone
+        found += [way for way in ways(own) if way not in found]
     return found
+
+
+def _batches(own: int) -> Iterator[int]:
+    """The plan's own number of examples, then fewer and fewer."""
+    examples = own
+    while examples > _EXAMPLES:
+        yield examples
+        examples //= _FEWER
+    yield min(_EXAMPLES, own)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -233,6 +266,8 @@ class _Trained:
     """Gradients of the first step, by parameter, and the losses of all."""
 
     gradients: Mapping[str, torch.Tensor]
+    written: Mapping[str, Written]
+    """What the first step wrote beside them."""
     losses: tuple[float, ...]
     dtypes: Mapping[str, torch.dtype]
 
@@ -240,8 +275,11 @@ class _Trained:
 class _Comparison:
     """Trainings of a workload in one way, with this or that technique."""
 
-    def __init__(self, workload: Workload, way: TrialAttempt, paths: frozenset[str]) -> None:
+    def __init__(
+        self, workload: Workload, way: TrialAttempt, paths: frozenset[str], planned_batch: int
+    ) -> None:
         self._way, self._paths = way, paths
+        self._planned_batch = planned_batch
         self._workload = workload if way.model is None else replace(workload, model=_copies(way.model))
         self._own = workload
         self._plain: dict[bool, _Trained] = {}
@@ -263,7 +301,7 @@ class _Comparison:
             check = found
         if check is None or not check.parameters:
             return Compared()
-        return Compared(note=self._words(check))
+        return Compared(note=self._words(check), by=self._words_of_way)
 
     def _judged(self, choices: Sequence[Choice], level: Numerics) -> tuple[GradientCheck, bool]:
         """The gradients beside the plain program's, and whether the losses are equal where they have to be."""
@@ -271,6 +309,10 @@ class _Comparison:
         plain = self._without(cut=cut)
         planned = self._trained(choices, cut=cut)
         check = judge_gradients(plain.gradients, planned.gradients, level, plain.dtypes)
+        off = settled(
+            self._workload, self._way.sizes, differing_states(plain.written, planned.written, level)
+        )
+        check = with_states(check, len(plain.written), off)
         return check, level is not Numerics.BITWISE or plain.losses == planned.losses
 
     def blamed(self, broken: _Broken) -> Compared:
@@ -282,15 +324,20 @@ class _Comparison:
         choices, level, check = broken.choices, broken.level, broken.check
         self._check_measure()
         fault = self._alone(choices) or self._left_out(choices, level) or choices[-1]
-        if fault.technique.redraws and (why := self._drawn()):
-            raise _NothingToCompareError(why, "")
-        if check.passes:
+        if check.state:
+            by = (
+                f"by {check.state_error:.2g} of its norm"
+                if math.isfinite(check.state_error)
+                else "altogether"
+            )
+            what = f"{check.state}, which a step writes, differs {by}"
+        elif check.passes:
             what = "the losses of the first steps are not equal"
         else:
             what = f"the gradient of {check.worst_name} differs by {check.worst:.2g} of its norm"
         promised = fault.promise.numerics.value
         return Compared(
-            note=f"{fault.name} is left out: compared with {self._way.words}, {what}, and {promised} was promised.",
+            note=f"{fault.name} is left out: compared with {self._words_of_way}, {what}, and {promised} was promised.",
             fault=fault,
         )
 
@@ -322,16 +369,6 @@ class _Comparison:
         if not check.passes:
             raise _NothingToCompareError("two runs of the plain program from one seed differ", "")
 
-    def _drawn(self) -> str:
-        """Why pieces of a batch cannot be compared with it: each draws its own; empty where nothing is drawn."""
-        try:
-            try_pieces(self._own, sizes=self._way.sizes, model=self._way.model)
-        except NotComparableError as error:
-            return error.message
-        except Exception:  # its reasons were given when it was tried
-            return ""
-        return ""
-
     def _without(self, *, cut: bool) -> _Trained:
         """The plain program, without dropout where micro-batches would draw otherwise."""
         if cut not in self._plain:
@@ -342,7 +379,7 @@ class _Comparison:
         return self._plain[cut]
 
     def _trained(self, choices: Sequence[Choice], *, cut: bool) -> _Trained:
-        with torch.random.fork_rng(devices=[]):
+        with generators_kept():
             return self._steps(choices, cut=cut)
 
     def _steps(self, choices: Sequence[Choice], *, cut: bool) -> _Trained:
@@ -354,13 +391,16 @@ class _Comparison:
             gradients = training.gradients()
             for number in range(1, _STEPS):
                 training.step(number)
-            return _Trained(gradients=gradients, losses=tuple(training.losses), dtypes=dtypes)
+            written = training.written
+            return _Trained(
+                gradients=gradients, written=written, losses=tuple(training.losses), dtypes=dtypes
+            )
 
     def _fitted(self, choice: Choice) -> Choice:
-        """A choice for what is tried: two pieces of the batch, and modules that a stand-in has."""
+        """A choice for what is tried: pieces of this batch, and modules that a stand-in has."""
         setting = choice.setting
         if isinstance(setting, MicroBatchingSetting | GradientCachingSetting):
-            setting = replace(setting, count=min(setting.count, 2))
+            setting = replace(setting, count=self._pieces(setting.count))
             choice = replace(choice, setting=setting)
         if self._way.model is None:
             return choice
@@ -369,9 +409,21 @@ class _Comparison:
         plain = _renamed(setting_to_plain(setting), lambda path: self._name(path, there))
         return replace(choice, setting=setting_from_plain(choice.technique, plain))
 
+    def _pieces(self, planned: int) -> int:
+        """Pieces of this batch, as large as the plan's where that makes two at least."""
+        name = batch_size_name(self._own.sizes)
+        piece = math.ceil(self._planned_batch / planned)
+        return min(planned, max(2, math.ceil(self._way.sizes[name] / piece)))
+
     def _name(self, path: str, there: frozenset[str]) -> str | None:
         """What stands in for a module: itself, or the layer that took its place; None where there is none."""
-        if path not in self._paths or path in there:
+        if path not in self._paths:
+            module, _, attribute = path.rpartition(".")
+            if module not in self._paths or module in there:
+                return path
+            owner = self._name(module, there)  # a buffer or an attribute of a module
+            return None if owner is None else f"{owner}.{attribute}"
+        if path in there:
             return path
         parts = path.split(".")
         for place, part in enumerate(parts):
@@ -392,7 +444,17 @@ class _Comparison:
             how = f"differ by up to {check.worst:.2g} of their norm, which nothing bounds"
         else:
             how = f"differ by at most {check.worst:.2g} of their norm, {check.allowed:g} promised"
-        return f"compared with {self._way.words}: {gradients} {how}."
+        states = (
+            f" and {counted(check.states, 'value')} that a step writes beside them" if check.states else ""
+        )
+        return f"compared with {self._words_of_way}: {gradients}{states} {how}."
+
+    @property
+    def _words_of_way(self) -> str:
+        """What was trained, and with how many examples."""
+        return (
+            f"{self._way.words} and {counted(self._way.sizes[batch_size_name(self._own.sizes)], 'example')}"
+        )
 
 
 def _copies(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
@@ -429,11 +491,15 @@ def promised_plan(
     progress: Callable[[str], None],
     clock: SearchClock | None = None,
     cache: SearchCache | None = None,
+    kept: Runs | None = None,
 ) -> tuple[PlanSearch, Plan]:
     """The best plan for a request, with the search that found it; its notes say what was compared.
 
     A technique whose gradients are not what it promises is left out, and the search made again without it: what was run
     before is not run again.
+
+    Args:
+        kept: runs of other searches of this process for the same workload, sizes and card.
 
     Raises:
         NothingFits: none stays within the budget; its plan's notes say what was left out.
@@ -441,7 +507,7 @@ def promised_plan(
     """
     clock = clock or SearchClock(limit=request.search_seconds)
     notes: tuple[str, ...] = ()
-    kept = Runs()
+    kept = Runs() if kept is None else kept
     if isinstance(device, VirtualBackend) and device.spec.integrated:
         offloads = {technique.name for technique in map(find_technique, _OFFLOADS) if request.may(technique)}
         request = replace(request, forbidden=request.forbidden | offloads)
@@ -460,5 +526,5 @@ def promised_plan(
         if compared.note:
             notes = (*notes, compared.note)
         if compared.fault is None:
-            return search, replace(found, notes=(*found.notes, *notes))
+            return search, replace(found, notes=(*found.notes, *notes), compared=compared.by)
         request = replace(request, forbidden=request.forbidden | {compared.fault.name})

@@ -3,7 +3,7 @@
 A model that is too large to be tried as it is, is tried at smaller sizes of its batch, and then by a stand-in of the
 same code. A trial that takes too long gives way to the next. What could not be tried is looked at by its shapes
 (see NOTE [Coupling by shapes]), and is not offered, unless micro-batching was allowed by its name and nothing in its
-shapes speaks against it.
+shapes speaks against it: then nothing is promised of it.
 
 NOTE [Coupling by shapes]: one step runs with a batch of B examples, one with B + 1. A dimension that differs between
 the two belongs to the batch. Two of them in a tensor that gradients pass through (B x B) compare examples with each
@@ -14,6 +14,7 @@ examples all the same: nothing is proved.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -29,6 +30,7 @@ from vramfit.planner.step_profiler import tensors_of
 from vramfit.planner.trial_attempts import TrialAttempt, most_model_bytes, ways_to_try
 from vramfit.planner.whole_and_pieces import (
     EXAMPLES,
+    LargeBatch,
     NoPiecesError,
     NotComparableError,
     Tried,
@@ -51,6 +53,9 @@ _TIME_OVER = "the time was over"
 
 _STEPS = 8
 """Training steps with all its examples that a trial takes: a batch and its micro-batches, twice, and varied ones."""
+
+_STATES = ("parameters", "gradients", "optimizer_state")
+"""What a step holds whatever its batch."""
 
 _PART = 0.125
 """Share of the machine's memory that a model may take: a trial holds its values and three gradients."""
@@ -89,7 +94,8 @@ def try_micro_batching(
     """Try a workload's loss on some examples, whole and in micro-batches.
 
     Args:
-        by_name: whether micro-batching was allowed by its name, and is offered though it could not be tried.
+        by_name: whether micro-batching was allowed by its name, and is offered without a promise where it could not be
+            tried.
         probe: returns why examples are coupled, as far as shapes show; called where nothing could be tried.
     """
     why, over = "the model is too large for it here", False
@@ -101,7 +107,7 @@ def try_micro_batching(
                 trial = next(trials, None)
                 if trial is None:
                     break
-                return _tried(workload, trial)
+                return _tried(workload, profile, trial)
         except TimeOver:
             why, over = _TIME_OVER, True
         except NotComparableError as error:
@@ -131,18 +137,21 @@ def _untried(why: str, *, by_name: bool, over: bool) -> MicroBatchVerdict:
     )
     if by_name:
         return MicroBatchVerdict(
-            MicroBatchingSetting(),
-            f"{tried}; it is used since it was allowed by its name. A loss that compares examples with each other has "
-            "no pieces.",
+            MicroBatchingSetting(compared=False),
+            f"{tried}; nothing is promised of it, and it is used under --numerics approximate alone. A loss that "
+            "compares examples with each other has no pieces.",
             known=False,
             over=over,
         )
     return MicroBatchVerdict(
-        None, f"{tried}; it is left out unless it is allowed by its name.", known=False, over=over
+        None,
+        f"{tried}; it is left out unless it is allowed by its name, with --numerics approximate.",
+        known=False,
+        over=over,
     )
 
 
-def _tried(workload: Workload, trial: TrialAttempt) -> MicroBatchVerdict:
+def _tried(workload: Workload, profile: Profile, trial: TrialAttempt) -> MicroBatchVerdict:
     """The verdict of one trial.
 
     Raises:
@@ -151,7 +160,7 @@ def _tried(workload: Workload, trial: TrialAttempt) -> MicroBatchVerdict:
         UsageError: the batch cannot be cut.
     """
     try:
-        found = try_pieces(workload, sizes=trial.sizes, model=trial.model)
+        found = try_pieces(workload, sizes=trial.sizes, model=trial.model, large=_large_batch(profile, trial))
     except NoPiecesError as error:
         return _by_encoders(workload, trial, f"micro-batching is left out: {error.message}.")
     return MicroBatchVerdict(found.setting, _words(found, trial))
@@ -178,9 +187,27 @@ def _by_encoders(workload: Workload, trial: TrialAttempt, note: str) -> MicroBat
 
 def _words(found: Tried, trial: TrialAttempt) -> str:
     uneven = f", with {' and '.join(found.varied)} made uneven" if found.varied else ""
+    assumed = f", as long as no label of {' or '.join(found.assumed)} is ignored" if found.assumed else ""
     return (
-        f"micro-batching was tried with {trial.words}: pieces of {EXAMPLES} examples give the gradients of the whole "
-        f"in all {found.parameters} parameters{uneven}."
+        f"micro-batching was tried with {trial.words}: pieces of {found.examples:,} examples give the gradients of the "
+        f"whole in all {found.parameters} parameters{uneven}{assumed}."
+    )
+
+
+def _large_batch(profile: Profile, trial: TrialAttempt) -> LargeBatch:
+    """The workload's own batch, with what an example costs; a stand-in is taken to cost as much for each parameter."""
+    batch = batch_size_name(profile.sizes)
+    own = max(1, profile.sizes[batch])
+    parameters = max(1, sum(parameter.numel() for parameter in profile.model.parameters()))
+    part = math.prod(
+        trial.sizes[name] / size for name, size in profile.sizes.items() if name != batch and size
+    )
+    states = sum(profile.categories.get(name, 0) for name in _STATES)
+    each = part / own / parameters
+    return LargeBatch(
+        examples=own,
+        flops=profile.step_flops * each or 6.0,
+        memory=max(0, profile.peak_allocated_bytes - states) * each,
     )
 
 

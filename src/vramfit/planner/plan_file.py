@@ -31,7 +31,7 @@ from vramfit.writing import write_text
 
 SCHEMA = "vramfit.plan/1"
 
-_KEYS = frozenset({"schema", "notes", "aim", "before", "after", "solved", "technique"})
+_KEYS = frozenset({"schema", "notes", "compared", "aim", "before", "after", "solved", "technique"})
 
 T = TypeVar("T")
 P = TypeVar("P", bound="PlanContents")
@@ -137,6 +137,8 @@ class PlanContents:
         aim: what it was made for.
         before: the plain program; on a device that it does not fit, as if the device were large enough.
         notes: what a reader should know, a sentence each.
+        compared: what the plan's gradients were compared with: which model, and how many examples of it; empty where
+            they were not, and None where nobody tried, as in plans that people write.
     """
 
     entries: tuple[PlanStep, ...]
@@ -145,6 +147,7 @@ class PlanContents:
     after: PlanFigures
     solved: SolverStats = field(default_factory=SolverStats)
     notes: tuple[str, ...] = ()
+    compared: str | None = None
 
     @property
     def choices(self) -> tuple[Choice, ...]:
@@ -193,26 +196,34 @@ def plan_to_toml(plan: PlanContents) -> str:
     document["schema"] = SCHEMA
     if plan.notes:
         document["notes"] = _plain_list(list(plan.notes))
+    if plan.compared is not None:
+        document["compared"] = plan.compared
     document["aim"] = _table(plan.aim)
     document["before"] = _table(plan.before)
     document["after"] = _table(plan.after)
     document["solved"] = _table(plan.solved)
     techniques = tomlkit.aot()
     for entry in plan.entries:
-        techniques.append(_entry(entry))
+        techniques.append(_entry(entry, promised=plan.compared != ""))
     if plan.entries:
         document["technique"] = techniques
     return mask_text(tomlkit.dumps(document))
 
 
-def _entry(entry: PlanStep) -> Table:
+def _entry(entry: PlanStep, *, promised: bool) -> Table:
+    """The table of a technique; what was not compared is no promise of the plan's."""
     table = tomlkit.table()
     promise = entry.choice.promise
     table.add(tomlkit.comment(entry.choice.technique.summary))
     table["name"] = entry.choice.name
-    table["promise"] = promise.numerics.value
-    if promise.note:
-        table["promise"].comment(promise.note)
+    if promised:
+        table["promise"] = promise.numerics.value
+        if promise.note:
+            table["promise"].comment(promise.note)
+    else:
+        table.add(
+            tomlkit.comment(f"{promise.numerics.value} by construction, not compared: see vramfit verify")
+        )
     table["saves_bytes"] = entry.saves_bytes
     table["saves_bytes"].comment(format_bytes(entry.saves_bytes))
     table["costs_seconds"] = entry.costs_seconds
@@ -309,6 +320,7 @@ def plan_from_toml(text: str, kind: type[P], *, name: str = "the plan") -> P:
             after=_read(PlanFigures, document.get("after", {}), "after"),
             solved=_read(SolverStats, document.get("solved", {}), "solved"),
             notes=decode(document.get("notes", []), tuple[str, ...], "notes"),
+            compared=decode(document.get("compared"), str | None, "compared"),
         )
         check_together(found.choices)
         _check_whole(found)

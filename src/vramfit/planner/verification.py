@@ -24,16 +24,20 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from vramfit.planner.devices.cost import DeviceBackend
 from vramfit.planner.output_check import OutputCheck
 from vramfit.planner.plan_file import PlanFigures
 from vramfit.planner.plans import Plan
+from vramfit.planner.seeding import generators_kept, seed_all
+from vramfit.planner.state_check import StateDifference, differing_states, settled
 from vramfit.techniques import Numerics, live_of
+from vramfit.techniques.core.forward_state import ForwardState, Written
 from vramfit.techniques.micro_batching import batch_size_name
 from vramfit.techniques.support.no_dropout import silence_dropout
 from vramfit.techniques.support.promised_errors import allowed_error
@@ -51,6 +55,9 @@ LOSS_SHARE = 0.1
 """Part of the plain curve's fall by which a planned curve may end above it."""
 
 STEPS = 50
+
+_LEAST = 2
+"""Steps of a curve at least."""
 
 _LAST = 5
 """Steps at the end of a curve that are averaged."""
@@ -97,6 +104,9 @@ class GradientCheck:
         norm: of that parameter's gradient in the plain program.
         largest_norm: of the gradients of all parameters in the plain program.
         tiny: whether the scale there is that of the largest, since the gradient is rounding itself.
+        states: how many buffers and other values, beside gradients, the plain step writes.
+        state: name of the one that the plan's step writes otherwise than promised; empty where none is.
+        state_error: the difference as a part of that value's norm; infinite where there is nothing to subtract.
     """
 
     parameters: int
@@ -109,6 +119,9 @@ class GradientCheck:
     norm: float = 0.0
     largest_norm: float = 0.0
     tiny: bool = False
+    states: int = 0
+    state: str = ""
+    state_error: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -229,26 +242,46 @@ def compare(
         seconds: after which no further step is begun; at least two are taken.
     """
     same_draws = not any(choice.technique.redraws for choice in plan.choices)
-    first = Training(workload, sizes, random=same_draws)
     as_card = all(choice.name != "compile" for choice in plan.choices)
-    with closing(Training(plan.apply(workload), sizes, random=same_draws, as_card=as_card)) as second:
-        notes: list[str] = []
+    notes: list[str] = []
+    began = time.perf_counter()
+    with generators_kept(), closing(Training(workload, sizes, random=same_draws)) as first:
         if not same_draws and first.silenced:
             notes.append(
                 "dropout was off for the comparison: pieces of a batch draw other random numbers than the whole"
             )
-        began = time.perf_counter()
         progress("gradients")
         dtypes = {name: parameter.dtype for name, parameter in first.state.model.named_parameters()}
-        gradients = judge_gradients(first.gradients(), second.gradients(), plan.numerics, dtypes)
-        for number in range(1, steps):
-            if number >= 2 and time.perf_counter() - began > seconds:
-                notes.append(f"the loss curve ends after {number} steps: more would take too long here")
-                break
-            progress(f"step {number + 1} of {steps}")
-            first.step(number)
+        expected = first.gradients()
+        taken = 1
+        while taken < steps and (taken < _LEAST or time.perf_counter() - began <= seconds / 2):
+            progress(f"step {taken + 1} of {steps}")
+            first.step(taken)
+            taken += 1
+    if taken < steps:
+        notes.append(f"the loss curve ends after {taken} steps: more would take too long here")
+    # Each in turn, so that neither finds what the other wrote outside its model.
+    second = Training(plan.apply(workload), sizes, random=same_draws, as_card=as_card)
+    with generators_kept(), closing(second):
+        progress("gradients with the plan")
+        gradients = judge_gradients(expected, second.gradients(), plan.numerics, dtypes)
+        for number in range(1, taken):
+            progress(f"step {number + 1} of {taken} with the plan")
             second.step(number)
+    off = settled(workload, sizes, differing_states(first.written, second.written, plan.numerics))
+    gradients = with_states(gradients, len(first.written), off)
     return gradients, judge_losses(first.losses, second.losses, plan.numerics), tuple(notes)
+
+
+def with_states(check: GradientCheck, count: int, off: Sequence[StateDifference]) -> GradientCheck:
+    """A comparison with that of what the step writes beside gradients.
+
+    Args:
+        count: of the values that it writes.
+        off: those that differ beyond the promise, the worst first.
+    """
+    check = replace(check, states=count)
+    return replace(check, passes=False, state=off[0].name, state_error=off[0].error) if off else check
 
 
 class Training:
@@ -268,15 +301,20 @@ class Training:
         self.as_card = as_card
         self.sizes = dict(sizes)
         self.losses: list[float] = []
-        torch.manual_seed(0)
+        seed_all(0)
         self.state: State = workload.start("cpu")
+        self.written: Mapping[str, Written] = {}
+        """What the first step wrote beside gradients."""
         self.silenced = False
         if not random:
             self.silenced = silence_dropout(self.state.model)
+        reached = workload.step or workload.loss
+        self._start = ForwardState(self.state.model, reached)
+        self._outside = ForwardState(nn.Module(), reached)
 
     def step(self, number: int) -> None:
         """One step, with half precision added up as on a card: see NOTE [Norms in half precision on the CPU]."""
-        torch.manual_seed(number)
+        seed_all(number)
         with CardSums() if self.as_card else nullcontext():
             loss = self.workload.run_step(self.state, self.sizes)
         if isinstance(loss, torch.Tensor) and loss.numel() == 1:
@@ -293,10 +331,13 @@ class Training:
             if scale == 1.0 or all(bool(value.isfinite().all()) for value in found.values()):
                 break
             del self.losses[taken:]
+            self._start.restore()
+        self.written = self._start.written()
         return {name: value / scale for name, value in found.items()} if scale != 1.0 else found
 
     def close(self) -> None:
-        """Undo what techniques changed beyond the model: TF32 is the process's."""
+        """Undo what was changed beyond the model: TF32 is the process's, and a loss may have a state of its own."""
+        self._outside.restore()
         if (live := live_of(self.state)) is not None:
             live.undo()
 

@@ -86,6 +86,10 @@ def failure_of_task(error: Exception, target: str) -> Failure:
     return Failure.of(error)
 
 
+_TRANSFORMS = "don't yet support saved tensor hooks"
+"""In what torch.func says (torch/csrc/autograd/functions/utils) where saved tensors are watched."""
+
+
 def workload_failure(error: Exception, target: str) -> Failure:
     """An error of the workload's own: the message, its place in the user's file, and what to do."""
     file = target.rpartition(":")[0]
@@ -105,6 +109,13 @@ def workload_failure(error: Exception, target: str) -> Failure:
             message=f"{where}tensors on different devices meet ({_short(text)})",
             hint="Model and batch are moved to the device: let the model hold its other tensors as buffers, and "
             "make new ones on the device of its inputs",
+            code=2,
+        )
+    if _TRANSFORMS in text:
+        return Failure(
+            message=f"{where}a gradient by torch.func inside the step: what it saves cannot be followed, and no plan "
+            "can be made of it",
+            hint="Use torch.autograd.grad(..., create_graph=True) there, which can",
             code=2,
         )
     return Failure(

@@ -64,8 +64,15 @@ def _head(plan: Plan) -> Iterator[Text]:
         return
     saved = plan.before.total_bytes - plan.after.total_bytes
     yield Text(
-        f"  {format_bytes(saved)} less than without the plan; results: {plan.numerics.value}{_slower(plan)}"
+        f"  {format_bytes(saved)} less than without the plan; results: {_results(plan)}{_slower(plan)}"
     )
+
+
+def _results(plan: Plan) -> str:
+    """What the plan changes in the results: a promise only where it was compared."""
+    if plan.compared == "":
+        return f"{plan.numerics.value} by construction, not compared"
+    return plan.numerics.value + (f", compared with {plan.compared}" if plan.compared else "")
 
 
 def _slower(plan: Plan) -> str:
@@ -99,10 +106,15 @@ def _techniques(plan: Plan) -> list[list[Text]]:
             Text(entry.choice.words),
             Text(format_bytes(entry.saves_bytes)),
             Text(_signed_seconds(entry.costs_seconds)),
-            Text(entry.choice.promise.numerics.value),
+            Text(_promised(plan, entry.choice.promise.numerics.value)),
         ]
         for entry in plan.entries
     ]
+
+
+def _promised(plan: Plan, level: str) -> str:
+    """A technique's promise; in brackets where it was not compared."""
+    return f"({level})" if plan.compared == "" else level
 
 
 def _signed_seconds(value: float) -> str:
@@ -143,6 +155,7 @@ def _json_values(plan: Plan, frontier: Sequence[FrontierPoint] = ()) -> dict[str
         "schema": PLAN_SCHEMA,
         "fits": plan.fits,
         "numerics": plan.numerics.value,
+        "compared": plan.compared,
         "aim": asdict(plan.aim) | {"numerics": plan.aim.numerics.value},
         "before": asdict(plan.before),
         "after": asdict(plan.after),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +12,7 @@ from vramfit.planner.verification import GradientCheck, Measured, Simulated, Ver
 from vramfit.report.folding import broken, table
 from vramfit.report.rendering import json_values, printed_as_lines
 from vramfit.report.text import seconds
-from vramfit.units import format_bytes
+from vramfit.units import counted, format_bytes
 
 VERIFY_SCHEMA = "vramfit.verify/1"
 
@@ -92,6 +93,15 @@ def _measured(found: Measured, width: int) -> Iterator[Text]:
         )
 
 
+def _states(one: GradientCheck) -> str:
+    """What the step writes beside gradients."""
+    count = counted(one.states, "value")
+    if not one.state:
+        return f"{count} that the step writes beside them as promised"
+    by = "altogether" if math.isinf(one.state_error) else f"by {one.state_error:.2g} of its norm"
+    return f"of {count} that the step writes beside them {one.state} differs {by}"
+
+
 def _values(found: Verification) -> Iterator[Text]:
     sizes = ", ".join(f"{name} {value:,}" for name, value in found.sizes.items())
     if found.skipped:
@@ -103,6 +113,8 @@ def _values(found: Verification) -> Iterator[Text]:
             told += f"; {_compared(one)}"
         if one.allowed:
             told += f", {one.allowed:g} promised"
+        if one.states:
+            told += f"; {_states(one)}"
         yield Text.assemble(
             _mark(one.passes),
             ("gradients ", "bold"),

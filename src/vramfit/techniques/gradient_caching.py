@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from vramfit.errors import UsageError
 from vramfit.techniques.core.attached_program import AttachedProgram, AttachStage
+from vramfit.techniques.core.forward_state import ForwardState, Written
 from vramfit.techniques.core.model_profile import Profile
 from vramfit.techniques.core.technique import Numerics, Promise, Setting, Technique
 from vramfit.techniques.micro_batching import batch_norms, batch_size_name, spans_of
@@ -123,15 +124,20 @@ def encoder_candidates(model: nn.Module) -> Iterator[tuple[str, ...]]:
         yield tuple(found)
 
 
+_LOOKS = 2
+"""Calls in which what a module writes is looked for."""
+
+
 class InPieces:
     """Runs a module in pieces of its batch, each under a checkpoint, and puts their results together."""
 
     def __init__(self, name: str, count: int) -> None:
         self.name, self.count = name, count
+        self._looks = _LOOKS
 
     def __call__(
         self,
-        module: nn.Module,  # noqa: ARG002  # as all that surrounds a forward pass is called
+        module: nn.Module,
         forward: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -143,9 +149,27 @@ class InPieces:
             return forward(*args, **kwargs)
         del args, kwargs
         call = _Call(self.name, forward, spec)
+        looks = not torch.compiler.is_compiling() and self._looks
+        state = ForwardState(module, values=False) if looks else None
         found = [self._piece(call, leaves, size, span) for span in spans_of(size, self.count)]
+        if state is not None:
+            self._looks -= 1
+            self._check(state.written())
         joined: list[Any] = [torch.cat(parts) for parts in zip(*found, strict=True)]
         return call.output(joined)
+
+    def _check(self, written: Mapping[str, Written]) -> None:
+        """Refuse what pieces would write again, and their second runs once more.
+
+        Raises:
+            UsageError: buffers, counters or generators of the module were written.
+        """
+        for name, one in written.items():
+            if one.in_place or not one.replaced:
+                raise UsageError(
+                    f"{self.name} writes {name} in its forward pass, and pieces of a batch would write it again",
+                    "Leave gradient-caching out, or name encoders that write nothing in modules",
+                )
 
     def _piece(
         self, call: _Call, leaves: list[Any], size: int, span: tuple[int, int]

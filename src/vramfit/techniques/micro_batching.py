@@ -20,6 +20,7 @@ from torch.nn.utils.rnn import PackedSequence
 from vramfit.errors import UsageError
 from vramfit.techniques.core.attached_program import AttachedProgram, AttachStage, Piece
 from vramfit.techniques.core.model_profile import Profile
+from vramfit.techniques.core.piece_state import PieceState
 from vramfit.techniques.core.technique import Numerics, Promise, Setting, Technique
 from vramfit.torch_internals.layers import BatchNorm
 from vramfit.workload import Batch
@@ -69,6 +70,10 @@ class MicroBatchingSetting(Setting):
         labels: where the batch has its labels, or what weighs: a key, an attribute, or a place in a tuple (``"1"``).
         uncut: entries of the batch that go to every piece as they are.
         batch_norm: what becomes of batch norm.
+        once: names of buffers, frozen parameters and attributes that each piece writes alike; they are written once.
+        averaged: names of those that are means over the batch.
+        summed: names of those that are sums over the batch.
+        compared: whether pieces were compared with the whole batch; without that nothing is promised of them.
     """
 
     count: int = 2
@@ -77,6 +82,10 @@ class MicroBatchingSetting(Setting):
     labels: str = "labels"
     uncut: tuple[str, ...] = ()
     batch_norm: BatchNormalisation = BatchNormalisation.NONE
+    once: tuple[str, ...] = ()
+    averaged: tuple[str, ...] = ()
+    summed: tuple[str, ...] = ()
+    compared: bool = True
 
 
 class MicroBatching(Technique[MicroBatchingSetting]):
@@ -92,6 +101,10 @@ class MicroBatching(Technique[MicroBatchingSetting]):
     comparing gradients: a loss that compares examples with each other (contrastive, or statistics of the batch) has no
     pieces, and is told by nothing else. Labels that are on a card already are counted there, and the host waits for the
     counts once a batch.
+
+    What a forward pass writes beside gradients (counters, centres, running means) is written once a step: each piece
+    begins with the state of the step's beginning, see `PieceState`. A state that has no pieces, such as a queue of the
+    examples themselves, forbids them.
 
     It pays when activations are most of the peak, and costs little time while a piece still fills the device: the same
     arithmetic in smaller kernels. It saves nothing of parameters, gradients and optimizer, and the gradients stay
@@ -144,12 +157,16 @@ class MicroBatching(Technique[MicroBatchingSetting]):
         for norm in norms:
             if norm.momentum is not None:
                 live.set(norm, "momentum", 1 - (1 - norm.momentum) ** (1 / setting.count))
+        state = PieceState(live.model, once=setting.once, averaged=setting.averaged, summed=setting.summed)
+        live.set(live, "piece_state", state)
         live.set(live, "splitter", Splitter(setting, shifts=_shifts(live.model)))
 
     def promise(self, setting: MicroBatchingSetting) -> Promise:
         """Sums in another order, unless batch norm sees other batches."""
         if setting.batch_norm is BatchNormalisation.PER_PIECE:
             return Promise(Numerics.APPROXIMATE, "batch norm sees micro-batches")
+        if not setting.compared:
+            return Promise(Numerics.APPROXIMATE, "pieces were not compared with the whole batch")
         return Promise(
             Numerics.ROUNDING,
             "gradients are summed piece by piece, and random layers draw other numbers of the same distribution",
@@ -176,7 +193,13 @@ class Splitter:
             if weight > 0
         ]
         return [
-            Piece(batch=cut.piece(batch, *span), weight=weight, last=number == len(weighted) - 1)
+            Piece(
+                batch=cut.piece(batch, *span),
+                weight=weight,
+                last=number == len(weighted) - 1,
+                first=number == 0,
+                share=(span[1] - span[0]) / cut.size,
+            )
             for number, (span, weight) in enumerate(weighted)
         ]
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import inspect
+import io
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -338,7 +340,7 @@ def load_named(target: str, kind: type[T], called: str) -> T:
         raise UsageError(f"{path} has no {name}", hint)
     found = getattr(module, name)
     if not isinstance(found, kind) and callable(found):
-        found = _made(found, path, name)
+        found = _made(found, path, name, called)
     if not isinstance(found, kind):
         raise UsageError(
             f"{name} in {path} is of type {type(found).__name__}, not a {short}",
@@ -347,11 +349,48 @@ def load_named(target: str, kind: type[T], called: str) -> T:
     return found
 
 
-def _made(function: Callable[[], Any], path: Path, name: str) -> Any:
+def _made(function: Callable[[], Any], path: Path, name: str, called: str) -> Any:
+    hint = f"Name a {called}, or a function without arguments that gives one"
     try:
-        return function()
+        wanted = [
+            parameter.name
+            for parameter in inspect.signature(function).parameters.values()
+            if parameter.default is inspect.Parameter.empty
+            and parameter.kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        ]
+    except (TypeError, ValueError):  # a built-in, which has none
+        wanted = []
+    if wanted:
+        raise UsageError(f"{name} in {path} is a function that wants {', '.join(wanted)}", hint)
+    try:
+        with _as_a_program(path, f"{name}()", hint):
+            return function()
+    except UsageError:
+        raise
     except Exception as error:
         raise own_failure(path, error, f"{name}()") from error
+
+
+@contextlib.contextmanager
+def _as_a_program(path: Path, what: str, hint: str) -> Iterator[None]:
+    """While a file's code runs, it finds itself as the program, without arguments.
+
+    Raises:
+        UsageError: it ends the program, as parsers of arguments do; what it said last is a part of the message.
+    """
+    before, said = sys.argv, io.StringIO()
+    sys.argv = [str(path)]
+    try:
+        with contextlib.redirect_stderr(said):
+            yield
+    except SystemExit as error:
+        last = said.getvalue().strip().rpartition("\n")[2]
+        why = f" ({last})" if last else f" with exit code {error.code}" if error.code else ""
+        said = io.StringIO()
+        raise UsageError(f"{what} in {path} ends the program{why}", hint) from None
+    finally:
+        sys.argv = before
+        sys.stderr.write(said.getvalue())
 
 
 def _run_file(path: Path) -> ModuleType:
@@ -368,7 +407,11 @@ def _run_file(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
-        spec.loader.exec_module(module)
+        with _as_a_program(path, "the code", 'Put what runs as a program below if __name__ == "__main__":'):
+            spec.loader.exec_module(module)
+    except UsageError:
+        del sys.modules[name]
+        raise
     except Exception as error:
         del sys.modules[name]
         raise own_failure(path, error, "the file") from error

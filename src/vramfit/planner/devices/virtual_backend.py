@@ -148,7 +148,9 @@ class VirtualBackend:
         else:
             failed = False
         finally:
-            if self._own_process:  # elsewhere the next run's `same_start` collects: looking through a heap takes long
+            if (
+                self._own_process
+            ):  # elsewhere the next run's `same_start` collects: looking through a heap takes long
                 gc.collect()
                 gc.freeze()
         run, pageable = ran[0]

@@ -34,8 +34,12 @@ from torch.utils.checkpoint import checkpoint
 
 from vramfit.errors import UsageError
 from vramfit.techniques.activation_checkpointing.op_facts import Keeping
+from vramfit.techniques.core.forward_state import ForwardState
 from vramfit.torch_internals.layers import NormBase
 from vramfit.torch_internals.pytree import tree_flatten, tree_map_only, tree_unflatten
+
+_LOOKS = 2
+"""Calls in which a block writes nothing, until it is taken to write nothing ever."""
 
 
 class Recomputed:
@@ -62,6 +66,7 @@ class Recomputed:
         self.first = first
         self.last = last
         self._looked_at_buffers = False
+        self._looks = _LOOKS
 
     def __call__(
         self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -69,7 +74,9 @@ class Recomputed:
         """The block's forward pass."""
         if not (module.training and torch.is_grad_enabled()):
             return forward(*args, **kwargs)
-        call = _BlockCall(self, module, forward)
+        looks = not torch.compiler.is_compiling() and self._looks
+        state = ForwardState(module, values=False) if looks else None
+        call = _BlockCall(self, module, forward, state)
         inputs = call.prepare(args, kwargs)
         del args, kwargs
         watched = [tensor for tensor in inputs if not tensor.is_inference()]
@@ -85,7 +92,23 @@ class Recomputed:
         if buffers is not None:
             refuse_changed_buffers(self.path, buffers, buffer_versions(module))
             self._looked_at_buffers = True
+        if state is not None and not self._writes(module, state):
+            call.forget()
         return out
+
+    def _writes(self, module: nn.Module, state: ForwardState) -> bool:
+        """Whether the forward pass wrote anything; a block that writes nothing is not looked at for ever."""
+        norms = {path for path, inner in module.named_modules() if isinstance(inner, NormBase)}
+        written = {name: one for name, one in state.written().items() if name.rpartition(".")[0] not in norms}
+        for name, one in written.items():
+            if one.in_place:
+                raise UsageError(
+                    f"{self.path} cannot be recomputed: its forward pass changes {name} in place",
+                    "Leave it out of the modules to recompute",
+                )
+        if not written:
+            self._looks -= 1
+        return bool(written)
 
 
 class _BlockCall:
@@ -95,10 +118,17 @@ class _BlockCall:
     hooks that move saved tensors to the host, have a hold of all inputs, in nested containers and keywords too.
     """
 
-    def __init__(self, around: Recomputed, module: nn.Module, forward: Callable[..., Any]) -> None:
+    def __init__(
+        self,
+        around: Recomputed,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        state: ForwardState | None,
+    ) -> None:
         self._around = around
         self._module = module
         self._forward = forward
+        self._state = state
         self._keeping = Keeping(around.keep, around.path) if around.keep else None
         self._recipes: dict[int, Recipe] = {}
         self._found: dict[int, torch.Tensor] = {}
@@ -161,6 +191,10 @@ class _BlockCall:
         first = self._keeping.forward if self._keeping is not None else contextlib.nullcontext()
         return first, _Again(self)
 
+    def forget(self) -> None:
+        """The block writes nothing that its second run would miss."""
+        self._state = None
+
     def close(self) -> None:
         """The first run is over."""
         if self._keeping is not None:
@@ -172,6 +206,8 @@ class _BlockCall:
         for index, recipe in self._recipes.items():
             self._found[index] = recipe.tensor()
         with contextlib.ExitStack() as stack:
+            if self._state is not None:
+                stack.enter_context(_found_again(self._state, self._module))
             stack.enter_context(untouched_statistics(self._module))
             if self._keeping is not None:
                 self._keeping.check()
@@ -287,6 +323,20 @@ def untouched_statistics(module: nn.Module) -> Iterator[None]:
     finally:
         for norm, name, buffer in kept:
             norm._buffers[name] = buffer
+
+
+@contextlib.contextmanager
+def _found_again(state: ForwardState, module: nn.Module) -> Iterator[None]:
+    """While this is entered, a block finds the attributes that its first run began with; what they are now comes back.
+
+    Counters, tensors that are replaced and generators of the block's own are so as if it had run once.
+    """
+    now = ForwardState(module, values=False)
+    state.restore()
+    try:
+        yield
+    finally:
+        now.restore()
 
 
 def buffer_versions(module: nn.Module) -> dict[str, int]:

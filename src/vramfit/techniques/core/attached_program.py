@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any, Protocol
 
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from vramfit.errors import UsageError
+from vramfit.techniques.core.piece_state import PieceState
 from vramfit.techniques.core.surround import Around, release, surround
 from vramfit.workload import Batch, check_loss
 
@@ -48,11 +50,15 @@ class Piece:
         batch: its examples, in the containers of the whole batch.
         weight: what its loss is multiplied with, so that the gradients add up to those of the whole batch.
         last: whether the step follows.
+        first: whether the batch begins with it.
+        share: of the batch's examples that it holds.
     """
 
     batch: Batch
     weight: float | torch.Tensor
     last: bool
+    first: bool = True
+    share: float = 1.0
 
 
 class Attachable(Protocol):
@@ -82,6 +88,7 @@ class AttachedProgram:
         device: where the model's work is done.
         placed: whether a technique has placed the model, or it had its place before.
         splitter: cuts a batch into pieces; None leaves it whole.
+        piece_state: keeps what each piece of a batch writes beside gradients; None where batches stay whole.
         scaler: scales losses; None leaves them.
         steps_in_backward: whether the optimizer steps in the backward pass, so that gradients never are together.
         clip: cuts all gradients to a norm, where they are not those of the model's parameters; None leaves it to torch.
@@ -110,6 +117,7 @@ class AttachedProgram:
         self.placed = device is None
         self.device = device if device is not None else _device_of(model)
         self.splitter: Callable[[Batch], Sequence[Piece]] | None = None
+        self.piece_state: PieceState | None = None
         self.scaler: torch.amp.GradScaler | None = None
         self.steps_in_backward = False
         self.clip: Callable[[float], Any] | None = None
@@ -150,6 +158,7 @@ class AttachedProgram:
                 for due, action in self._later:
                     if due is stage:
                         action()
+            self._watch_steps()
         except BaseException:
             self.undo()
             raise
@@ -163,6 +172,19 @@ class AttachedProgram:
             self.placed = True
         if self._make_optimizer is not None and self.optimizer is None:
             self.optimizer = self._make_optimizer(self.model.parameters())
+
+    def _watch_steps(self) -> None:
+        """Refuse steps of the optimizer itself with gradients that lack the weights of their pieces."""
+        if self.splitter is None or not isinstance(self.optimizer, Optimizer):
+            return
+        watched = weakref.ref(self)  # the optimizer must not hold the program that holds it
+
+        def check(*_args: Any) -> None:
+            live = watched()
+            if live is not None and live._unweighted:
+                live._check_weighted()
+
+        self.on_undo(self.optimizer.register_step_pre_hook(check).remove)
 
     def surround(self, module: nn.Module, around: Around) -> None:
         """Put `around` around a module's forward pass until the undo."""
@@ -224,7 +246,8 @@ class AttachedProgram:
                 piece = waiting.pop()
                 # Nothing here holds a piece while it is worked on: the loop may let it go after the forward pass.
                 held, self._weight, last = [piece.batch], piece.weight, piece.last
-                del piece
+                piece = replace(piece, batch=None)
+                self.begin_piece(piece)
                 with contextlib.ExitStack() as stack:
                     if not last and (no_sync := getattr(self.model, "no_sync", None)) is not None:
                         stack.enter_context(no_sync())
@@ -233,8 +256,29 @@ class AttachedProgram:
                     if not self._weighted and not _is_one(self._weight):
                         self._unweighted = True
                     self._weighted = self._weighted or before
+                self.end_piece(piece)
+            self.finish_pieces()
         finally:
             self._weight = 1.0
+
+    def begin_piece(self, piece: Piece) -> None:
+        """A piece goes forward next: it finds the state that the batch began with."""
+        if self.piece_state is not None and not (piece.first and piece.last):
+            self.piece_state.begin(first=piece.first)
+
+    def end_piece(self, piece: Piece) -> None:
+        """A piece has gone forward: note what it wrote.
+
+        Raises:
+            UsageError: it wrote what the plan does not name.
+        """
+        if self.piece_state is not None and not (piece.first and piece.last):
+            self.piece_state.end(piece.share, first=piece.first, last=piece.last)
+
+    def finish_pieces(self) -> None:
+        """All pieces of a batch have gone backward: leave what the whole batch would have written."""
+        if self.piece_state is not None:
+            self.piece_state.finish()
 
     def weighted(self, loss: torch.Tensor) -> torch.Tensor:
         """A micro-batch's loss as its share of the whole batch's.
@@ -308,7 +352,8 @@ class AttachedProgram:
         if missed and any(parameter.grad is not None for parameter in self.model.parameters()):
             raise UsageError(
                 "gradients came by loss.backward(), without the share of their micro-batch or the scale of the plan",
-                "Call plan.backward(loss) in its place, for each micro-batch of plan.split(batch)",
+                "Call plan.backward(loss) in its place, and in that of accelerator.backward(loss), for each "
+                "micro-batch of plan.split(batch)",
             )
 
     def _take_step(self, optimizer: Optimizer) -> None:

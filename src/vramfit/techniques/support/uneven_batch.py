@@ -1,14 +1,16 @@
 """Makes a batch as uneven as real ones are: masks that end early, labels that are ignored, shorter lengths.
 
 Workloads make batches of one length, and a loss that divides by what a mask leaves then looks like a mean over
-examples. Each entry is varied in a pattern of its own, so that two of them cannot stand in for each other.
+examples. Each entry is varied in its own way, so that no entry can stand in for another: in a batch of a few examples
+by a fixed pattern (`made_ragged`), which shows what a program accepts; in a large one at random, each entry by its own
+share of the examples (`made_uneven`).
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,11 +34,13 @@ class Varied:
         name: of the entry, or its number; empty where it lies deeper than at the top.
         value: that was written where it ends early.
         mask: whether it held nothing but zeros and ones, or one number, and so may weigh what it covers.
+        place: number of the tensor among those of the batch; None for lists that were shortened.
     """
 
     name: str
     value: int
     mask: bool
+    place: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,23 +55,26 @@ class _Variation:
     mask: bool
 
 
-def made_ragged(batch: Batch, cut: Cut, accepts: Callable[[Batch], bool]) -> tuple[Batch, tuple[Varied, ...]]:
+def made_ragged(
+    batch: Batch, cut: Cut, accepts: Callable[[Batch], bool], *, classes: bool = True
+) -> tuple[Batch, tuple[Varied, ...]]:
     """A batch with every mask, label and length varied that a program can do with.
 
     Args:
         batch: of at least two examples.
         cut: how it is cut: only what has one row for each example is varied.
         accepts: whether the program can do with a batch.
+        classes: whether labels of one class for each example are ignored for one of them.
 
     Returns:
         the batch, and what was varied.
     """
     done: list[Varied] = []
-    for variation in _variations(batch, cut):
+    for variation in _variations(batch, cut, classes=classes):
         tried = _written(batch, variation)
         if accepts(tried):
             batch = tried
-            done.append(Varied(variation.name, int(variation.value), variation.mask))
+            done.append(Varied(variation.name, int(variation.value), variation.mask, variation.place))
     for name, tried in _fewer(batch, cut):
         if accepts(tried):
             batch = tried
@@ -75,7 +82,80 @@ def made_ragged(batch: Batch, cut: Cut, accepts: Callable[[Batch], bool]) -> tup
     return batch, tuple(done)
 
 
-def _variations(batch: Batch, cut: Cut) -> Iterator[_Variation]:
+_LEFT = (0.9, 0.45, 0.7, 0.6, 0.8)
+"""Shares of the examples, or of their lengths, that entries keep: entry after entry another."""
+
+_IGNORED_ROWS = 0.05
+"""Share of the examples whose only label is ignored."""
+
+
+def made_uneven(
+    batch: Batch, cut: Cut, varied: Sequence[Varied], accepts: Callable[[Batch], bool]
+) -> tuple[Batch, tuple[str, ...]]:
+    """A large batch whose masks, labels and lengths are uneven at random, each in its own way.
+
+    Args:
+        batch: as the workload makes it; of the same structure as the one that `made_ragged` varied.
+        varied: what the program accepted there.
+        accepts: whether the program can do with a batch.
+
+    Returns:
+        the batch, and the names of what was varied.
+    """
+    generator = torch.Generator().manual_seed(0)
+    tensors = [tensor for _, tensor in _named(batch)]
+    names: list[str] = []
+    places = dict.fromkeys(entry.place for entry in varied if entry.place is not None)
+    for number, place in enumerate(places):
+        entries = [entry for entry in varied if entry.place == place]
+        if place >= len(tensors) or tensors[place].shape[:1] != (cut.size,):
+            continue
+        changed = _scattered(tensors[place], entries, _LEFT[number % len(_LEFT)], generator)
+        tried = _replaced(batch, place, changed)
+        if accepts(tried):
+            batch = tried
+            names.append(entries[0].name)
+    return batch, tuple(dict.fromkeys(name for name in names if name))
+
+
+def _scattered(
+    tensor: torch.Tensor, entries: Sequence[Varied], left: float, generator: torch.Generator
+) -> torch.Tensor:
+    """A tensor with `left` of it kept at random, and the values of `entries`, in turn, in the place of the rest."""
+    rows = len(tensor)
+    values = torch.tensor([entry.value for entry in entries]).to(tensor.dtype)
+    written = values[torch.randint(len(values), (rows,), generator=generator)]
+    if tensor.dim() == 1:
+        largest, mask = float(tensor.max()), entries[0].mask
+        if mask and largest > 1:  # lengths: the longest first, as packed sequences want them
+            kept = 1 + torch.randint(int(largest), (rows,), generator=generator)
+            return torch.minimum(tensor, kept.to(tensor.dtype)).sort(descending=True).values
+        share = 1 - left if mask else _IGNORED_ROWS
+        return torch.where(torch.rand(rows, generator=generator) < share, written, tensor)
+    length = tensor.shape[-1]
+    ends = left + (1 - left) * (2 * torch.rand(rows, generator=generator) - 1)
+    ends = (ends * length).round().clamp(min=1)
+    beyond = torch.arange(length) >= ends[:, None]
+    shape = (rows, *(1 for _ in tensor.shape[1:-1]), length)
+    return torch.where(beyond.view(shape), written.view(rows, *(1 for _ in tensor.shape[1:])), tensor)
+
+
+def _replaced(batch: Batch, place: int, value: torch.Tensor) -> Batch:
+    """The batch with another tensor in one place."""
+    places = itertools.count()
+    return _changed(batch, lambda tensor: value if next(places) == place else tensor)
+
+
+def classes_of_examples(batch: Batch, cut: Cut) -> tuple[str, ...]:
+    """Names of the labels that hold one class for each example, and none that a loss ignores."""
+    return tuple(
+        name
+        for name, tensor in _named(batch)
+        if tensor.shape == (cut.size,) and tensor.dtype == torch.int64 and not bool((tensor < 0).any())
+    )
+
+
+def _variations(batch: Batch, cut: Cut, *, classes: bool) -> Iterator[_Variation]:
     for place, (name, tensor) in enumerate(_named(batch)):
         if not tensor.dim() or tensor.shape[0] != cut.size or cut.size < 2 or name in cut.uncut:
             continue
@@ -83,8 +163,12 @@ def _variations(batch: Batch, cut: Cut) -> Iterator[_Variation]:
             continue
         values, mask = _values(tensor)
         if tensor.dim() == 1:
-            if mask:  # one class for each example is no more ragged than the batch itself
+            if mask:
                 yield _of_each(tensor, place, name, values[0])
+            elif classes or bool((tensor < 0).any()):  # one class for each example: of the last it is ignored
+                for value in values:
+                    if value < 0:
+                        yield _Variation(place, name, value, (cut.size - 1,), place, mask)
             continue
         for number, value in enumerate(values):
             rows = (number % cut.size, (number + 1) % cut.size)
