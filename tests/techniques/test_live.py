@@ -6,7 +6,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -176,9 +176,22 @@ def test_gradients_are_clipped_together() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_steps_of_the_optimizer_itself_lack_the_weights_of_pieces() -> None:
+class Wrapper(torch.optim.Optimizer):
+    """An optimizer around another, as Accelerate's: it has nothing of its own."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.param_groups = optimizer.param_groups
+
+    def step(self, closure: Any = None) -> None:
+        self.optimizer.step(closure)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_steps_of_the_optimizer_itself_lack_the_weights_of_pieces(wrapped: bool) -> None:
     model = nn.Linear(4, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = Wrapper(plain) if wrapped else plain
     live = AttachedProgram(model, optimizer)
     technique = find_technique("micro-batching")
     live.attach((Choice(technique=technique, setting=setting_from_plain(technique, {"count": 2})),))

@@ -175,7 +175,9 @@ class AttachedProgram:
 
     def _watch_steps(self) -> None:
         """Refuse steps of the optimizer itself with gradients that lack the weights of their pieces."""
-        if self.splitter is None or not isinstance(self.optimizer, Optimizer):
+        # A wrapper, e.g. Accelerate's, is an optimizer without hooks of its own, around the one that steps.
+        steps = getattr(self.optimizer, "optimizer", self.optimizer)
+        if self.splitter is None or not isinstance(steps, Optimizer):
             return
         watched = weakref.ref(self)  # the optimizer must not hold the program that holds it
 
@@ -184,7 +186,7 @@ class AttachedProgram:
             if live is not None and live._unweighted:
                 live._check_weighted()
 
-        self.on_undo(self.optimizer.register_step_pre_hook(check).remove)
+        self.on_undo(steps.register_step_pre_hook(check).remove)
 
     def surround(self, module: nn.Module, around: Around) -> None:
         """Put `around` around a module's forward pass until the undo."""
