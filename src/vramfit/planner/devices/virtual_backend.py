@@ -148,9 +148,8 @@ class VirtualBackend:
         else:
             failed = False
         finally:
-            if (
-                self._own_process
-            ):  # elsewhere the next run's `same_start` collects: looking through a heap takes long
+            # Elsewhere the next run's `same_start` collects: looking through a heap takes long.
+            if self._own_process:
                 gc.collect()
                 gc.freeze()
         run, pageable = ran[0]
