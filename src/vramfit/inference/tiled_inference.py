@@ -21,6 +21,7 @@ from vramfit.inference.fingerprints import (
     model_fingerprint,
     values_fingerprint,
 )
+from vramfit.inference.tile_check import CheckedRun, check_tiles
 from vramfit.inference.tile_grid import make_layout
 from vramfit.inference.tile_needs import convolution_axes, probe_needs, strides_by_modules
 from vramfit.inference.tile_outputs import OutputPlan, Pack
@@ -37,6 +38,7 @@ def make_job(
     *,
     dims: int | None = None,
     device: torch.device | str | None = None,
+    seconds: float | None = None,
 ) -> TileJob:
     """Decide what a run of a model over an input comes to.
 
@@ -46,16 +48,34 @@ def make_job(
         settings: how tiles are cut and joined. An exact grid without a halo takes what the model is probed to need.
         dims: spatial axes, 1 to 3; None finds them from the settings, the model's convolutions or the input.
         device: where the model computes; None is where it is.
+        seconds: how long finding a halo and checking it by values may take; None for 30, or a twentieth of the run.
 
     Raises:
-        UsageError: the input, the settings and the model do not fit together.
+        UsageError: the input, the settings and the model do not fit together; or tiles with the halo that was found
+            would give another result than the whole run.
     """
     settings.check()
     call_argument("model", model)
     source = as_source("x", x)
     where = device_of(model, source, device)
     axes = spatial_axes(model, source, settings, dims)
-    return _job_of(model, None, source, settings, axes, where)
+    job = _job_of(model, None, source, settings, axes, where, seconds)
+    if not settings.blended and settings.halo is None and _computes(model, source):
+        run = CheckedRun(
+            model=model, given=job.given, layout=job.layout, prepare=settings.prepare, device=where
+        )
+        check_tiles(run, seconds)
+    return job
+
+
+def _computes(model: Any, source: Any) -> bool:
+    """Whether there are values to compare: not on the virtual GPU."""
+    tensors = [source] if isinstance(source, torch.Tensor) else []
+    owner = getattr(model, "__self__", model)
+    if isinstance(owner, nn.Module):
+        tensors += [*owner.parameters(), *owner.buffers()]
+    blank = isinstance(source, Blank)
+    return not blank and all(has_values(tensor) and not tensor.is_meta for tensor in tensors)
 
 
 def job_of_module(
@@ -83,19 +103,26 @@ def _job_of(
     settings: TileSettings,
     axes: int,
     where: torch.device,
+    seconds: float | None = None,
 ) -> TileJob:
-    settings, given = settled(module or model, source, settings, axes, where)
+    settings, given = settled(module or model, source, settings, axes, where, seconds)
     layout = make_layout(given.shape, axes, given.batched, settings)
     return TileJob(model=model, given=given, layout=layout, settings=settings, device=where, module=module)
 
 
 def settled(
-    model: Any, source: Any, settings: TileSettings, axes: int, device: torch.device
+    model: Any,
+    source: Any,
+    settings: TileSettings,
+    axes: int,
+    device: torch.device,
+    seconds: float | None = None,
 ) -> tuple[TileSettings, TileInput]:
     """The settings with what the model needs of an exact grid, and the input with its axes told apart.
 
     Args:
         axes: spatial axes.
+        seconds: how long finding what the model needs may take.
 
     Raises:
         UsageError: the input has another number of axes, or the model needs its whole input.
@@ -109,7 +136,7 @@ def settled(
     given = TileInput(source=source, batched=count == axes + 2, axes=axes)
     torch_dtype(source.dtype)  # one that torch has not is told before anything is read
     if not settings.blended and (settings.halo is None or settings.stride is None):
-        settings = _with_needs(model, given, settings, device)
+        settings = _with_needs(model, given, settings, device, seconds)
     return settings, given
 
 
@@ -244,12 +271,14 @@ def spatial_axes(model: Any, source: Any, settings: TileSettings, dims: int | No
     return known
 
 
-def _with_needs(model: Any, given: TileInput, settings: TileSettings, device: torch.device) -> TileSettings:
+def _with_needs(
+    model: Any, given: TileInput, settings: TileSettings, device: torch.device, seconds: float | None
+) -> TileSettings:
     """The settings with the halo and the stride that the model needs, as far as they are not given."""
     if settings.halo is not None:
         return replace(settings, stride=strides_by_modules(model, given.axes))
     channels = given.shape[len(given.shape) - given.axes - 1]
-    needs = probe_needs(model, channels, given.axes, device)
+    needs = probe_needs(model, channels, given.axes, device, seconds=seconds)
     return replace(settings, halo=needs.halo, stride=settings.stride or needs.stride)
 
 
