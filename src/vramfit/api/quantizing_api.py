@@ -14,8 +14,14 @@ from torch import nn
 from vramfit.arguments import call_argument, shown
 from vramfit.errors import UsageError
 from vramfit.gpus import GpuSpec
+from vramfit.inference.step_progress import step_progress
 from vramfit.planner.live_choice import LiveModel
-from vramfit.planner.quantization.format_choice import BytesElsewhere, FormatChoice, FormatSearch
+from vramfit.planner.quantization.format_choice import (
+    FormatChoice,
+    FormatSearch,
+    bytes_elsewhere,
+    refuse_by_weights,
+)
 from vramfit.planner.quantization.format_trial import FormatQuestion
 from vramfit.techniques.core.attached_program import AttachedProgram
 from vramfit.techniques.quantization.quantised_layers import quantise_layers
@@ -67,7 +73,7 @@ def quantized(
     quality: Callable[[nn.Module], Any] | None = None,
     use: Callable[[nn.Module, Any], Any] | None = None,
     device: torch.device | str | None = None,
-    progress: Callable[[str], None] | None = None,
+    progress: Callable[[str], None] | bool | None = None,
 ) -> QuantizedModel:
     """Give the linear layers of a model formats of fewer bits, so that it stays within a budget of bytes.
 
@@ -102,7 +108,7 @@ def quantized(
         device: where the model goes; None is where it is. A model on the CPU goes to a card layer by layer, so that
             the card never holds it in floating point. On the CPU int4 and fp8 are replaced by equivalents of the same
             values, which save nothing there.
-        progress: called with a line for each thing that is done.
+        progress: called with a line for each thing that is done; None shows them on standard error, False does not.
 
     Returns:
         the changed model, the choice with its figures, and the undo.
@@ -116,14 +122,15 @@ def quantized(
         raise UsageError(f"model={shown(model)} is no module", "Give a torch.nn.Module")
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise UsageError("the model is on the device meta, and has no values", "Give it its values first")
-    told = _silent if progress is None else call_argument("progress", progress)
     where = _device_of(model) if device is None else device_argument("device", device)
     if isinstance(formats, Mapping):
         chosen = {name: parse_format(one) for name, one in formats.items()}
         return _changed(model, chosen, where, None)
     named = None if formats is None else _parsed(formats)
     live = LiveModel(model=model, device=where, budget=budget, gpu=gpu)
-    choice = _chosen(live, _question(batches, use), named, quality, told)
+    question = _question(batches, use)
+    with step_progress(progress, "quantized") as told:
+        choice = _chosen(live, question, named, quality, told)
     return _changed(model, choice.formats, where, choice)
 
 
@@ -163,16 +170,19 @@ def _chosen(
     memory = live.memory()
     if memory.gpu is None:
         raise UsageError("nothing says for which card formats are chosen", 'Give one, such as gpu="RTX 4090"')
-    search = FormatSearch(
-        live.model,
-        question,
-        BytesElsewhere(live=live, question=question, progress=told),
-        card=memory.gpu,
-        formats=formats,
-        quality=None if quality is None else call_argument("quality", quality),
-        progress=told,
-    )
-    return search.choice(memory.budget)
+    measure = None if quality is None else call_argument("quality", quality)
+    refuse_by_weights(live.model, memory.gpu, memory.budget, formats)
+    with bytes_elsewhere(live, question, told) as bytes_of:
+        search = FormatSearch(
+            live.model,
+            question,
+            bytes_of,
+            card=memory.gpu,
+            formats=formats,
+            quality=measure,
+            progress=told,
+        )
+        return search.choice(memory.budget)
 
 
 def _changed(
@@ -211,7 +221,3 @@ def _device_of(model: nn.Module) -> torch.device:
     for tensor in (*model.parameters(), *model.buffers()):
         return tensor.device
     return torch.device("cpu")
-
-
-def _silent(_text: str) -> None:
-    """Say nothing."""

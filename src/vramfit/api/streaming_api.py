@@ -27,6 +27,7 @@ from vramfit.inference.streaming.disk_home import DiskHome, FileSource
 from vramfit.inference.streaming.weight_files import StoredTensor, stored_tensors
 from vramfit.inference.streaming.weight_placement import WeightPlacement
 from vramfit.inference.streaming.weight_stream import StreamCounts, WeightStream
+from vramfit.inference.step_progress import step_progress
 from vramfit.planner.live_choice import LiveModel
 from vramfit.planner.placement_choice import place_weights
 from vramfit.planner.placement_trial import PlacementQuestion
@@ -92,7 +93,7 @@ def streamed(
     placement: WeightPlacement | str | os.PathLike[str] | None = None,
     weights: str | os.PathLike[str] | None = None,
     folder: str | os.PathLike[str] | None = None,
-    progress: Callable[[str], None] | None = None,
+    progress: Callable[[str], None] | bool | None = None,
 ) -> StreamedModel:
     """Let a model compute on a card that it does not fit: its weights come layer by layer, in time for their layer.
 
@@ -130,7 +131,7 @@ def streamed(
             may have been made without memory, on the device ``meta``.
         folder: where layers that do not stay are written, to be read from there each time; the undo reads them back and
             removes them. A model has a folder of its own: files of these names that are there are refused.
-        progress: called with what is tried.
+        progress: called with what is tried; None shows it on standard error, False does not.
 
     Raises:
         UsageError: the example does not fit with one layer on the card at a time, a file cannot be read, or the
@@ -155,7 +156,8 @@ def streamed(
             slots=None if slots is None else whole_argument("slots", slots, least=1, most=MOST_SLOTS),
         )
         live_model = LiveModel(model=model, device=where, budget=budget, gpu=gpu)
-        placement = place_weights(live_model, question, progress)
+        with step_progress(progress, "streamed") as told:
+            placement = place_weights(live_model, question, told)
     else:
         placement = _placement(placement)
     live = AttachedProgram(model, None, where)

@@ -97,7 +97,7 @@ def tiled(
             found on the virtual GPU, in a process of its own; None is what is free there, less 2 %.
         gpu: the card that the tile is chosen for; None is the one that is there.
         seconds: how long finding a halo, and checking by values that tiles with it give the whole run's result, may
-            take each; None for 30, or a twentieth of what the whole run is expected to take if that is more.
+            take each; None for 30, or what the whole run is expected to take if that is more.
         progress: called with the tiles that are done and the tiles in all; True shows a bar.
 
     Returns:

@@ -37,8 +37,8 @@ from vramfit.inference.trial_parts import (
 )
 from vramfit.inference.trial_values import Outside, TrialValues
 
-_SHARE = 0.05
-"""What the check may take where nothing else is said, as a share of what the model is expected to take for the whole input, if that is more."""
+_SHARE = 0.2
+"""What may be tried beyond the least, as a share of what the whole run is expected to take."""
 
 _MORE_SECONDS = 1.0
 """How long changes go on after each tile has seen one."""
@@ -74,7 +74,7 @@ def check_tiles(run: CheckedRun, seconds: float | None = None) -> None:
 
     Args:
         run: with the halo and the stride that were found.
-        seconds: how long it may take; None for 30, or a twentieth of the expected run if that is more.
+        seconds: how long it may take; None for 30, or what the whole run is expected to take if that is more.
 
     Raises:
         UsageError: a kept value changes with what lies beyond its tile, or with the input's length; two equal calls
@@ -114,13 +114,13 @@ class _TileCheck:
         self._changes = 0
         self._way = self._find_way()
         if seconds is None:
-            self._seconds = max(self._seconds, _SHARE * self._expected())
+            self._seconds = max(self._seconds, self._expected())
 
     def check(self) -> None:
         """All trials."""
         least = self._least()
         self._steady(least[0])
-        allowed = min(self._seconds, max(4 * _MORE_SECONDS, 4 * _SHARE * self._expected()))
+        allowed = min(self._seconds, max(4 * _MORE_SECONDS, _SHARE * self._expected()))
         whole = whole_part(self._layout)
         if self._way.takes(whole) <= allowed:
             self._try(whole)
