@@ -24,6 +24,7 @@ from vramfit.planner.quantization.format_choice import (
 )
 from vramfit.planner.quantization.format_trial import FormatQuestion
 from vramfit.techniques.core.attached_program import AttachedProgram
+from vramfit.techniques.quantization.fused_experts import split_experts
 from vramfit.techniques.quantization.quantised_layers import quantise_layers
 from vramfit.techniques.quantization.weight_formats import WeightFormat, parse_format, quantisable
 from vramfit.workload.given_device import device_argument
@@ -43,6 +44,7 @@ class QuantizedModel:
     choice: FormatChoice | None
     formats: Mapping[str, str]
     _live: AttachedProgram
+    _split: AttachedProgram
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns."""
@@ -51,6 +53,7 @@ class QuantizedModel:
     def undo(self) -> None:
         """Give the model its own weights back, bit for bit, where the packed ones are."""
         self._live.undo()
+        self._split.undo()
 
     def __enter__(self) -> QuantizedModel:
         """The same; the end of the block undoes it."""
@@ -91,6 +94,9 @@ def quantized(
     stays within the budget; its best solutions are run on the virtual card, those that fit are measured with all layers
     together, and the best of them is put onto the model.
 
+    Experts of a mixture that transformers keeps in one parameter count as one layer for each projection, such as
+    ``model.layers.0.mlp.experts.down_proj``; transformers' plain loop over experts runs then.
+
     Args:
         model: with its values, on the CPU or on a card; in evaluation mode while it is measured.
         batches: what the model is called with: a tensor, a tuple of arguments or a dict of named ones, or a list of
@@ -123,15 +129,30 @@ def quantized(
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise UsageError("the model is on the device meta, and has no values", "Give it its values first")
     where = _device_of(model) if device is None else device_argument("device", device)
-    if isinstance(formats, Mapping):
-        chosen = {name: parse_format(one) for name, one in formats.items()}
-        return _changed(model, chosen, where, None)
-    named = None if formats is None else _parsed(formats)
-    live = LiveModel(model=model, device=where, budget=budget, gpu=gpu)
-    question = _question(batches, use)
+    split = AttachedProgram(model, None)
+    try:
+        split_experts(split)
+        if isinstance(formats, Mapping):
+            chosen = {name: parse_format(one) for name, one in formats.items()}
+            return _changed(split, chosen, where, None)
+        named = None if formats is None else _parsed(formats)
+        live = LiveModel(model=model, device=where, budget=budget, gpu=gpu)
+        choice = _found(live, _question(batches, use), named, quality, progress)
+        return _changed(split, choice.formats, where, choice)
+    except BaseException:
+        split.undo()
+        raise
+
+
+def _found(
+    live: LiveModel,
+    question: FormatQuestion,
+    named: list[WeightFormat] | None,
+    quality: Any,
+    progress: Any,
+) -> FormatChoice:
     with step_progress(progress, "quantized") as told:
-        choice = _chosen(live, question, named, quality, told)
-    return _changed(model, choice.formats, where, choice)
+        return _chosen(live, question, named, quality, told)
 
 
 def _parsed(formats: Any) -> list[WeightFormat]:
@@ -186,11 +207,12 @@ def _chosen(
 
 
 def _changed(
-    model: nn.Module,
+    split: AttachedProgram,
     formats: Mapping[str, WeightFormat],
     where: torch.device,
     choice: FormatChoice | None,
 ) -> QuantizedModel:
+    model: nn.Module = split.model
     home = _device_of(model)
     live = AttachedProgram(model, None)
     try:
@@ -205,6 +227,7 @@ def _changed(
         choice=choice,
         formats={name: one.value for name, one in formats.items() if one is not WeightFormat.NONE},
         _live=live,
+        _split=split,
     )
 
 
