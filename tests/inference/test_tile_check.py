@@ -38,7 +38,9 @@ class UNet(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         wide = F.relu(self.first(x))
         low = self.second(F.max_pool2d(wide, 2))
-        found: Tensor = self.last(torch.cat([wide, F.interpolate(low, size=wide.shape[-2:], mode=self.mode)], 1))
+        found: Tensor = self.last(
+            torch.cat([wide, F.interpolate(low, size=wide.shape[-2:], mode=self.mode)], 1)
+        )
         return found
 
 
@@ -105,7 +107,9 @@ def test_a_skip_at_an_odd_size_is_refused_and_at_an_even_one_exact(mode: str) ->
     net, even = UNet(mode).eval(), picture(66, 48)
     found = vramfit.tiled(net, even, tile=24)
     torch.testing.assert_close(found, net(even[None])[0].detach(), rtol=1e-5, atol=1e-6)
-    with pytest.raises(UsageError, match=r"length 65 is no multiple of 2.*interpolate \(test_tile_check.py:\d+\)"):
+    with pytest.raises(
+        UsageError, match=r"length 65 is no multiple of 2.*interpolate \(test_tile_check.py:\d+\)"
+    ):
         vramfit.tiled(net, picture(65, 48), tile=24)
 
 
@@ -136,7 +140,9 @@ def test_functions_and_pictures_of_eight_bits_are_checked_in_the_models_dtype() 
     torch.testing.assert_close(found, net(picture(66, 48)[None])[0].detach(), rtol=1e-5, atol=1e-6)
     found = vramfit.tiled(net, x, tile=24, prepare=lambda tiles: tiles.float() / 255)
     torch.testing.assert_close(found, net(x[None].float() / 255)[0].detach(), rtol=1e-5, atol=1e-6)
-    with pytest.raises(UsageError, match=r"what lies beyond the halo.*first in (max|amax) \(test_tile_check.py"):
+    with pytest.raises(
+        UsageError, match=r"what lies beyond the halo.*first in (max|amax) \(test_tile_check.py"
+    ):
         vramfit.tiled(net, x, tile=24, prepare=lambda tiles: tiles.float() / tiles.max())
 
 
@@ -147,18 +153,26 @@ def test_random_outputs_and_neighbours_in_the_batch_are_refused() -> None:
             self.first, self.drawn = nn.Conv2d(3, 3, 1), torch.Generator().manual_seed(0)
 
         def forward(self, x: Tensor) -> Tensor:
-            found: Tensor = self.first(x) + torch.rand(1, generator=torch.Generator().manual_seed(torch.seed() % 99))
+            found: Tensor = self.first(x) + torch.rand(
+                1, generator=torch.Generator().manual_seed(torch.seed() % 99)
+            )
             return found
 
-    with pytest.raises(UsageError, match="depends on|two equal calls"):
+    with pytest.raises(UsageError, match=r"depends on|two equal calls"):
         vramfit.tiled(Noisy().eval(), picture(66, 48), tile=24)
     with pytest.raises(UsageError, match="other examples of its batch"):
-        vramfit.tiled(Net(lambda net, x: net.first(x - x.mean(0))), picture(66, 48)[None].repeat(2, 1, 1, 1), tile=24)
+        vramfit.tiled(
+            Net(lambda net, x: net.first(x - x.mean(0))), picture(66, 48)[None].repeat(2, 1, 1, 1), tile=24
+        )
 
 
 def test_a_probe_without_time_says_so() -> None:
-    with pytest.raises(UsageError, match=r"could not be found: the probe would take more than 1e-06 s.*seconds="):
-        vramfit.tiled(Net(lambda net, x: net.first(x.flip(-1).flip(-1))), picture(66, 48), tile=24, seconds=1e-6)
+    with pytest.raises(
+        UsageError, match=r"could not be found: the probe would take more than 1e-06 s.*seconds="
+    ):
+        vramfit.tiled(
+            Net(lambda net, x: net.first(x.flip(-1).flip(-1))), picture(66, 48), tile=24, seconds=1e-6
+        )
     with pytest.raises(UsageError, match=r"could not be checked in 1e-06 s. Pass seconds=.*halo=1, stride=1"):
         vramfit.tiled(Net(lambda net, x: net.first(x)), picture(66, 48), tile=24, seconds=1e-6)
     with pytest.raises(UsageError, match="seconds"):

@@ -34,7 +34,9 @@ def mixture(kind: str) -> Any:
     }
     if kind == "mixtral":
         return MixtralForCausalLM(MixtralConfig(**shape, num_local_experts=4)).eval()
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, num_experts=4, moe_intermediate_size=96, head_dim=16)).eval()
+    return Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(**shape, num_experts=4, moe_intermediate_size=96, head_dim=16)
+    ).eval()
 
 
 def logits(model: nn.Module) -> torch.Tensor:
@@ -47,7 +49,9 @@ def logits(model: nn.Module) -> torch.Tensor:
 def test_experts_are_packed_and_come_back_bit_for_bit(kind: str) -> None:
     model = mixture(kind)
     before, plain = {name: one.clone() for name, one in model.state_dict().items()}, logits(model)
-    names = [f"model.layers.{layer}.mlp.experts.{one}" for layer in (0, 1) for one in ("gate_up_proj", "down_proj")]
+    names = [
+        f"model.layers.{layer}.mlp.experts.{one}" for layer in (0, 1) for one in ("gate_up_proj", "down_proj")
+    ]
     live = vramfit.quantized(model, formats=dict.fromkeys(names, "int8"))
     held = sum(model.get_submodule(name).weight.data.qdata.nbytes for name in names)
     assert held == sum(before[name].numel() for name in names)
@@ -86,7 +90,7 @@ def test_formats_that_round_inputs_are_not_for_experts_and_an_error_leaves_the_m
 
 def test_a_budget_below_the_smallest_weights_is_refused_by_their_sum() -> None:
     model = mixture("mixtral")
-    with pytest.raises(UsageError, match="the weights alone take .* in the smallest formats"):
+    with pytest.raises(UsageError, match=r"the weights alone take .* in the smallest formats"):
         vramfit.quantized(model, TOKENS, budget="100KiB", gpu="RTX 4090")
     assert list(model.state_dict()) == list(mixture("mixtral").state_dict())
 
@@ -94,4 +98,6 @@ def test_a_budget_below_the_smallest_weights_is_refused_by_their_sum() -> None:
 def test_experts_are_streamed_with_their_block() -> None:
     model = mixture("mixtral")
     block = model.model.layers[0]
-    assert layer_bytes(model, ["model.layers.0"])["model.layers.0"] == sum(p.nbytes for p in block.parameters())
+    assert layer_bytes(model, ["model.layers.0"])["model.layers.0"] == sum(
+        p.nbytes for p in block.parameters()
+    )

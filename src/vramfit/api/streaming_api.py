@@ -14,6 +14,7 @@ from torch import nn
 
 from vramfit.arguments import path_argument, shown, text_argument, whole_argument
 from vramfit.errors import UsageError
+from vramfit.inference.step_progress import step_progress
 from vramfit.inference.streaming.checkpoint import (
     check_folder,
     given_values,
@@ -27,7 +28,6 @@ from vramfit.inference.streaming.disk_home import DiskHome, FileSource
 from vramfit.inference.streaming.weight_files import StoredTensor, stored_tensors
 from vramfit.inference.streaming.weight_placement import WeightPlacement
 from vramfit.inference.streaming.weight_stream import StreamCounts, WeightStream
-from vramfit.inference.step_progress import step_progress
 from vramfit.planner.live_choice import LiveModel
 from vramfit.planner.placement_choice import place_weights
 from vramfit.planner.placement_trial import PlacementQuestion

@@ -1,11 +1,12 @@
 """Checks by values that tiles with a halo give what the whole run gives: what lies beyond a tile is changed.
 
 NOTE [Changing the outside]: a tile with its halo is kept, and everything beyond it is replaced: by noise, scaled,
-shifted and saturated values. The kept part of a run over all of it has to be what the tile alone gives, in corners, at
-borders and in the middle, at lengths with the input's own parity and remainder. So nothing is missed that a comparison
-over the given picture alone would miss (the brightest pixel stands in every tile), nor what depends on the length of the
-input (coordinates, a resize to a given size). A copy in float64 tells rounding from dependence: the former is below
-1e-9 of the largest value. Where a copy is too slow, the model itself runs, with bars that its dtype allows.
+shifted and saturated values. The kept part of a run over all of it has to be what the tile alone gives, in corners,
+at borders and in the middle, at lengths with the input's own parity and remainder. So nothing is missed that a
+comparison over the given picture alone would miss (the brightest pixel stands in every tile), nor what depends on the
+length of the input (coordinates, a resize to a given size). A copy in float64 tells rounding from dependence: the
+former is below 1e-9 of the largest value. Where a copy is too slow, the model itself runs, with bars that its dtype
+allows.
 """
 
 from __future__ import annotations
@@ -178,7 +179,9 @@ class _TileCheck:
                     model.outputs(values.base([axis.size for axis in tile]))
                 for part in parts:
                     found = model.outputs(values.base(part.sizes))
-            except Exception as error:  # a size that does not suit, or weights of another dtype: any exception says so
+            except (
+                Exception
+            ) as error:  # a size that does not suit, or weights of another dtype: any exception says so
                 first = first or error
                 continue
             if model.exact and any(one.is_floating_point() and one.dtype != torch.float64 for one in found):
@@ -187,9 +190,7 @@ class _TileCheck:
             return _Way(model=model, values=values, thin=thin, call=call, rate=rate)
         raise ProbeStoppedError(f"it fails on a part of the input: {str(first).partition(chr(10))[0]}")
 
-    def _pace(
-        self, model: TrialModel, values: TrialValues, sizes: tuple[int, ...]
-    ) -> tuple[float, float]:
+    def _pace(self, model: TrialModel, values: TrialValues, sizes: tuple[int, ...]) -> tuple[float, float]:
         """Seconds for any call, and for each step of the input, from a small input and a larger one."""
 
         def timed(lengths: tuple[int, ...]) -> float:
@@ -230,7 +231,7 @@ class _TileCheck:
         model, values = self._way.model, self._way.values
         pair = values.base([axis.size for axis in part.tiles[0]], examples=2)
         one, again = model.outputs(pair[:1], seed=1), model.outputs(pair[:1], seed=2)
-        if self._furthest(model, one, again) > 1:
+        if self._furthest(one, again) > 1:
             raise UsageError(
                 "two equal calls of the model give different outputs, as with dropout or noise: tiles would draw "
                 "other numbers than the whole",
@@ -239,7 +240,7 @@ class _TileCheck:
         if self._layout.items == 1 and self._layout.tile_batch == 1:
             return
         both = [output[:1] for output in model.outputs(pair)]
-        if self._furthest(model, one, both) > 1:
+        if self._furthest(one, both) > 1:
             raise UsageError(
                 "an example's result depends on the other examples of its batch", "Call model.eval() first"
             )
@@ -278,7 +279,12 @@ class _TileCheck:
             self._judge(part, _Trial(place, given, alone), base, outputs, scales, Outside.NOISE)
 
     def _compare(
-        self, part: TrialPart, trial: _Trial, whole: torch.Tensor, scales: list[tuple[Fraction, ...]], how: Outside
+        self,
+        part: TrialPart,
+        trial: _Trial,
+        whole: torch.Tensor,
+        scales: list[tuple[Fraction, ...]],
+        how: Outside,
     ) -> None:
         whole[(slice(None), slice(None), *_region(trial.place))] = trial.given
         self._judge(part, trial, whole, self._way.model.outputs(whole), scales, how)
@@ -299,8 +305,9 @@ class _TileCheck:
         for output, alone, scale in zip(outputs, trial.alone, scales, strict=True):
             if output.dim() <= self._axes or not all(scale):
                 continue  # the run itself says what is wrong with such a result
-            parts = _kept(output, trial.place, scale, part.sizes), _kept(
-                alone, trial.place, scale, part.sizes, alone=True
+            parts = (
+                _kept(output, trial.place, scale, part.sizes),
+                _kept(alone, trial.place, scale, part.sizes, alone=True),
             )
             worst = max(worst, _difference(*parts, output) / self._allowed(output))
         if worst > 1:
@@ -312,9 +319,7 @@ class _TileCheck:
             return 1e-12 if model.exact else _FEW_LABELS
         return model.bar(output)
 
-    def _furthest(
-        self, model: TrialModel, these: Iterable[torch.Tensor], those: Iterable[torch.Tensor]
-    ) -> float:
+    def _furthest(self, these: Iterable[torch.Tensor], those: Iterable[torch.Tensor]) -> float:
         pairs = zip(these, those, strict=False)
         return max((_difference(one, other, one) / self._allowed(one) for one, other in pairs), default=0.0)
 
@@ -340,7 +345,11 @@ class _TileCheck:
         values, model, layout = self._way.values, self._way.model, self._layout
         kept = tuple((axis.keep_start, axis.keep_stop) for axis in trial.place)
         bar = model.bar(whole)
-        share = f"by {difference:.2g} of the largest value" if difference < 1e6 else "in its shape or by no number"
+        share = (
+            f"by {difference:.2g} of the largest value"
+            if difference < 1e6
+            else "in its shape or by no number"
+        )
         for other in Outside:
             changed = values.beyond(values.base(part.sizes), other)
             changed[(slice(None), slice(None), *_region(trial.place))] = trial.given
@@ -349,8 +358,8 @@ class _TileCheck:
             )
             if cause:
                 return UsageError(
-                    f"{_OTHER}what lies beyond the halo of {_short(layout.halo)} changes it {share}, as with {how.value} "
-                    f"there; first in {cause}",
+                    f"{_OTHER}what lies beyond the halo of {_short(layout.halo)} changes it {share}, as with "
+                    f"{how.value} there; first in {cause}",
                     _INSTEAD,
                 )
         inner = tuple((axis.keep_start - axis.start, axis.keep_stop - axis.start) for axis in trial.place)

@@ -48,7 +48,8 @@ def make_job(
         settings: how tiles are cut and joined. An exact grid without a halo takes what the model is probed to need.
         dims: spatial axes, 1 to 3; None finds them from the settings, the model's convolutions or the input.
         device: where the model computes; None is where it is.
-        seconds: how long finding a halo and checking it by values may take; None for 30, or what the run is expected to take if that is more.
+        seconds: how long finding a halo and checking it by values may take; None for 30, or what the run is
+            expected to take if that is more.
 
     Raises:
         UsageError: the input, the settings and the model do not fit together; or tiles with the halo that was found

@@ -114,4 +114,4 @@ def _place() -> str:
         frame = frame.f_back  # type: ignore[assignment]  # None at the bottom of the stack
     if frame is None or frame.f_code.co_filename.startswith(_OWN):
         return ""
-    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

@@ -74,7 +74,11 @@ class TrialModel:
         if self.exact:
             return _FLOAT64_BAR
         dtype = next(
-            (one.dtype for one in (self.module.parameters() if self.module else ()) if one.is_floating_point()),
+            (
+                one.dtype
+                for one in (self.module.parameters() if self.module else ())
+                if one.is_floating_point()
+            ),
             output.dtype,
         )
         lower = self.device.type == "cuda" and torch.backends.cudnn.allow_tf32

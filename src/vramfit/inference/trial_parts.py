@@ -42,7 +42,6 @@ class TrialPart:
         tiles = sum(math.prod(axis.size for axis in tile) for tile in self.tiles)
         return len(self.tiles) * math.prod(self.sizes) + tiles
 
-
     @property
     def calls(self) -> int:
         """Calls of the model in a round."""
@@ -136,7 +135,9 @@ def _positions(picks: Sequence[list[AxisTile]]) -> tuple[tuple[AxisTile, ...], .
     middle = [one[len(one) // 2] for one in picks]
     chosen = [first, middle, last, [(first, last)[axis % 2][axis] for axis in range(len(picks))]]
     chosen.append([(last, first)[axis % 2][axis] for axis in range(len(picks))])
-    for axis in range(len(picks)):
-        for side in (first, last):
-            chosen.append([*middle[:axis], side[axis], *middle[axis + 1 :]])
+    chosen.extend(
+        [*middle[:axis], side[axis], *middle[axis + 1 :]]
+        for axis in range(len(picks))
+        for side in (first, last)
+    )
     return tuple(dict.fromkeys(map(tuple, chosen)))

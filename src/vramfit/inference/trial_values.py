@@ -1,4 +1,4 @@
-"""What the check of tiles puts in a tile and beyond it: values such as the input has, and changes of what lies outside."""
+"""What the check of tiles puts in a tile and beyond it: values like the input's, and changes of what lies outside."""
 
 from __future__ import annotations
 
@@ -41,8 +41,9 @@ class TrialValues:
         shape = tuple(int(size) for size in source.shape)
         self.channels = shape[len(shape) - axes - 1]
         parts = []
-        for where in (lambda size: 0, lambda size: max(0, (size - _SAMPLE) // 2)):
-            region = [slice(where(size), where(size) + _SAMPLE) for size in shape[len(shape) - axes :]]
+        for middle in (False, True):
+            starts = [middle * max(0, (size - _SAMPLE) // 2) for size in shape[len(shape) - axes :]]
+            region = [slice(start, start + _SAMPLE) for start in starts]
             parts.append(
                 read_block(source, (*([0] if batched else []), slice(None), *region)).detach().cpu().flatten()
             )
@@ -87,7 +88,9 @@ class TrialValues:
             return self._fitted(values * 4)
         if how is Outside.SHIFTED:
             return self._fitted(values + 2 * spread)
-        return self._fitted(torch.full_like(values, self.high + spread if how is Outside.HIGH else self.low - spread))
+        return self._fitted(
+            torch.full_like(values, self.high + spread if how is Outside.HIGH else self.low - spread)
+        )
 
     def _fitted(self, values: torch.Tensor) -> torch.Tensor:
         if self.dtype.is_floating_point or self.dtype.is_complex:

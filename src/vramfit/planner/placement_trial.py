@@ -341,7 +341,8 @@ class _Search:
         return UsageError(
             f"the model does not fit without waiting layers: weights of {format_bytes(self.weights)}, "
             f"{format_bytes(beside)} of activations and caches and {format_bytes(plain.reserved - plain.allocated)} "
-            f"in segments beside what is allocated make {format_bytes(plain.reserved)}, {format_bytes(plain.reserved - self.limit)} more than the budget "
+            f"in segments beside what is allocated make {format_bytes(plain.reserved)}, "
+            f"{format_bytes(plain.reserved - self.limit)} more than the budget "
             f"of {format_bytes(self.limit)}",
             'Let layers wait on the host with offload="auto", or allow more',
         )

@@ -310,10 +310,16 @@ def test_beams_assisted_decoding_and_chunks_of_the_prompt(kind: str) -> None:
 
 @pytest.mark.parametrize(
     "way",
-    [{"num_beams": 3}, {"num_return_sequences": 2, "do_sample": True}, {"num_beams": 2, "num_return_sequences": 2}],
+    [
+        {"num_beams": 3},
+        {"num_return_sequences": 2, "do_sample": True},
+        {"num_beams": 2, "num_return_sequences": 2},
+    ],
 )
 @pytest.mark.parametrize("kind", ["llama", "gemma"])
-def test_a_batch_begun_goes_on_with_beams_and_several_returned_sequences(kind: str, way: dict[str, Any]) -> None:
+def test_a_batch_begun_goes_on_with_beams_and_several_returned_sequences(
+    kind: str, way: dict[str, Any]
+) -> None:
     model = made(kind)
     prompts = [[*range(5, 45), 9], [*range(5, 45), 7, 8, 6]]  # what both begin with is computed in advance
     options = GREEDY | way | {"max_new_tokens": 12}
@@ -325,7 +331,9 @@ def test_a_batch_begun_goes_on_with_beams_and_several_returned_sequences(kind: s
     assert torch.equal(found, model.generate(**inputs, **options).sequences)
 
 
-@pytest.mark.parametrize("way", [{"multi_query": True}, {"multi_query": False}, {"new_decoder_architecture": True}])
+@pytest.mark.parametrize(
+    "way", [{"multi_query": True}, {"multi_query": False}, {"new_decoder_architecture": True}]
+)
 def test_falcon_keeps_what_its_attention_caches(way: dict[str, bool]) -> None:
     torch.manual_seed(0)
     shape = {"vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -109,7 +109,7 @@ def decoder_config(model: Any) -> Any:
 
 
 def observed_heads(model: Any) -> dict[int, HeadShape] | None:
-    """What each layer of a decoder puts into a cache: a model of the same configuration, without values, is called once.
+    """What each layer of a decoder puts into a cache, seen in a call of a model of that configuration, without values.
 
     Returns:
         shapes of layers that keep keys and values; None where it is not seen: a configuration was given, or the model's
@@ -226,7 +226,9 @@ def _head_shape(config: Any, layer: int, name: str) -> HeadShape:
     own = config if own is None else own[layer]
     query_heads = getattr(own, "num_attention_heads", None)
     heads = getattr(own, "num_key_value_heads", None) or query_heads
-    if getattr(own, "new_decoder_architecture", None) is not None:  # Falcon: keys are repeated before they are cached
+    if (
+        getattr(own, "new_decoder_architecture", None) is not None
+    ):  # Falcon: keys are repeated before they are cached
         heads = 1 if own.multi_query and not own.new_decoder_architecture else query_heads
     width = getattr(own, "head_dim", None) or getattr(own, "d_kv", None)
     if width is None and isinstance(query_heads, int) and isinstance(getattr(own, "hidden_size", None), int):

@@ -29,7 +29,6 @@ from vramfit.inference.kv_cache.sequences import (
     truncate,
 )
 
-
 T = TypeVar("T")
 
 

@@ -102,7 +102,9 @@ def _rows(weight: torch.Tensor, part: int, parts: int) -> torch.Tensor:
         tensor = getattr(packed, name)
         dim = 1 if name in _SECOND else 0
         count = tensor.shape[dim] // parts if tensor.dim() > dim else 0
-        tensors[name] = tensor.narrow(dim, part * count, count) if count else tensor  # one scale for all stays
+        tensors[name] = (
+            tensor.narrow(dim, part * count, count) if count else tensor
+        )  # one scale for all stays
     shape = torch.Size((weight.shape[0] // parts, *weight.shape[1:]))
     if "shape" in attributes:
         attributes = {**attributes, "shape": shape}
