@@ -142,7 +142,8 @@ class _TileCheck:
     def _find_way(self) -> _Way:
         """In float64 if there is time for it, else the model itself."""
         run = self._run
-        ways, failure = [], ""
+        ways: list[_Way] = []
+        failure = ""
         for make in (
             lambda: exact_model(run.model, run.prepare),
             lambda: own_model(run.model, run.prepare, run.device),

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -109,9 +110,9 @@ _OWN = str(Path(__file__).parent) + os.sep
 
 def _place() -> str:
     """The line of the model's own code that calls: the nearest that is neither torch's nor of the check."""
-    frame = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
-        frame = frame.f_back  # type: ignore[assignment]  # None at the bottom of the stack
+        frame = frame.f_back
     if frame is None or frame.f_code.co_filename.startswith(_OWN):
         return ""
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

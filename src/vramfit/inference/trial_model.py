@@ -94,7 +94,8 @@ def exact_model(model: Callable[..., Any], prepare: Callable[..., Any] | None) -
     """
     device = torch.device("cpu")
     owner = getattr(model, "__self__", model)
-    call, module = model, None
+    call: Callable[..., Any] = model
+    module: nn.Module | None = None
     if isinstance(owner, nn.Module):
         with disable_current_modes():
             module = float64_copy(compiled_from(owner), device)

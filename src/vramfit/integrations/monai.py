@@ -66,12 +66,7 @@ class TiledInferer(Inferer):
         """
         call_argument("network", network)
         plain = inputs.as_tensor() if isinstance(inputs, MetaTensor) else inputs
-        call = network
-        if args or kwargs:
-
-            def call(tiles: torch.Tensor) -> Any:
-                return network(tiles, *args, **kwargs)
-
+        call = (lambda tiles: network(tiles, *args, **kwargs)) if args or kwargs else network
         device = self.options.get("device")
         if device is None:
             parameter = next(iter(getattr(network, "parameters", lambda: ())()), plain)

@@ -28,7 +28,7 @@ METHOD = "vramfit"
 """The name under which transformers knows it."""
 
 
-class FormatsConfig(QuantizationConfigMixin):  # type: ignore[misc]  # transformers' own is untyped
+class FormatsConfig(QuantizationConfigMixin):
     """Which layers get which format when a model is loaded.
 
     Example::
@@ -56,7 +56,7 @@ class FormatsConfig(QuantizationConfigMixin):  # type: ignore[misc]  # transform
         self.skip = list(skip)
 
 
-class FormatsQuantizer(HfQuantizer):  # type: ignore[misc]  # transformers' own is untyped
+class FormatsQuantizer(HfQuantizer):
     """Gives a model its formats once its weights are loaded; ``model.dequantize()`` gives them back, bit for bit."""
 
     requires_calibration = False
