@@ -12,7 +12,7 @@ from tests.techniques.peaks import peak_bytes
 from torch import nn
 
 from vramfit.errors import UsageError
-from vramfit.inference import tile_needs
+from vramfit.inference import checked_runs, tile_needs
 from vramfit.inference.receptive_field import Locality, LocalityKind
 from vramfit.inference.tile_settings import Blend
 from vramfit.techniques import AttachedProgram, Numerics, Profile, setting_from_plain, setting_to_plain
@@ -56,6 +56,45 @@ def test_pictures_by_name_and_other_arguments() -> None:
         torch.testing.assert_close(model(torch.tensor(2.0), picture=x)["map"], expected, rtol=1e-5, atol=1e-6)
         with pytest.raises(UsageError, match="no argument of Guided"):
             model(torch.tensor(2.0), picture=x[0])
+
+
+class Coordinates(nn.Module):
+    """Adds each column's place in the picture."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = plain(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.net(x) + torch.linspace(0, 1, x.shape[-1])
+        return found
+
+
+def test_tiles_of_a_plan_are_checked_by_values() -> None:
+    model, x = Coordinates().eval(), numbers(1, 2, 40, 40)
+    live = AttachedProgram(model, None)
+    Tiling().attach(live, EXACT)
+    with torch.no_grad(), pytest.raises(UsageError, match="tiles would give another result than the whole run"):
+        model(x)
+    live.undo()
+
+
+def test_a_plans_tiles_are_checked_once_for_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, sizes = plain(2), []
+    check = checked_runs.check_tiles
+
+    def counted(run: checked_runs.CheckedRun, seconds: float | None) -> None:
+        sizes.append(run.layout.spatial)
+        check(run, seconds)
+
+    monkeypatch.setattr(checked_runs, "check_tiles", counted)
+    live = AttachedProgram(model, None)
+    Tiling().attach(live, EXACT)
+    with torch.no_grad():
+        for x in (numbers(1, 2, 40, 40), numbers(1, 2, 40, 40), numbers(1, 2, 41, 40)):
+            model(x)
+    live.undo()
+    assert sizes == [(40, 40), (41, 40)]
 
 
 def test_promises_and_words() -> None:
@@ -107,7 +146,7 @@ def test_a_workload_is_run_in_tiles_on_the_cpu() -> None:
 def probed(monkeypatch: pytest.MonkeyPatch) -> list[Locality]:
     """A probe that finds the last that it is told to."""
     found = [Locality(kind=LocalityKind.LOCAL, halo=((22, 20), (21, 22)), alignment=(4, 4), shrink=((0, 0),))]
-    monkeypatch.setattr(tile_needs, "probe", lambda model, example: found[-1])
+    monkeypatch.setattr(tile_needs, "probe", lambda model, example, seconds: found[-1])
     return found
 
 

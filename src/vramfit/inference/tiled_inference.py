@@ -15,13 +15,14 @@ from torch import nn
 from vramfit.arguments import call_argument, shown
 from vramfit.errors import UsageError
 from vramfit.inference.arrays import Blank, NpyFile, as_source, has_values, is_private, torch_dtype
+from vramfit.inference.checked_runs import check_once
 from vramfit.inference.fingerprints import (
     block_fingerprint,
     described,
     model_fingerprint,
     values_fingerprint,
 )
-from vramfit.inference.tile_check import CheckedRun, check_tiles
+from vramfit.inference.tile_check import CheckedRun
 from vramfit.inference.tile_grid import make_layout
 from vramfit.inference.tile_needs import convolution_axes, probe_needs, strides_by_modules
 from vramfit.inference.tile_outputs import OutputPlan, Pack
@@ -61,20 +62,34 @@ def make_job(
     where = device_of(model, source, device)
     axes = spatial_axes(model, source, settings, dims)
     job = _job_of(model, None, source, settings, axes, where, seconds)
-    if not settings.blended and settings.halo is None and _computes(model, source):
-        run = CheckedRun(
-            model=model, given=job.given, layout=job.layout, prepare=settings.prepare, device=where
-        )
-        check_tiles(run, seconds)
+    if not settings.blended and settings.halo is None:
+        owner = getattr(model, "__self__", model)
+        _check(job, owner if isinstance(owner, nn.Module) else None, seconds)
     return job
 
 
-def _computes(model: Any, source: Any) -> bool:
+def _check(job: TileJob, module: nn.Module | None, seconds: float | None = None) -> None:
+    """Compare tiles with the whole by values, where there are some.
+
+    Raises:
+        UsageError: tiles would give another result than the whole run.
+    """
+    if _computes(module, job.given.source):
+        run = CheckedRun(
+            model=job.model,
+            given=job.given,
+            layout=job.layout,
+            prepare=job.settings.prepare,
+            device=job.device,
+        )
+        check_once(run, module, seconds)
+
+
+def _computes(module: nn.Module | None, source: Any) -> bool:
     """Whether there are values to compare: not on the virtual GPU."""
     tensors = [source] if isinstance(source, torch.Tensor) else []
-    owner = getattr(model, "__self__", model)
-    if isinstance(owner, nn.Module):
-        tensors += [*owner.parameters(), *owner.buffers()]
+    if module is not None:
+        tensors += [*module.parameters(), *module.buffers()]
     blank = isinstance(source, Blank)
     return not blank and all(has_values(tensor) and not tensor.is_meta for tensor in tensors)
 
@@ -92,9 +107,13 @@ def job_of_module(
         device: where the module computes.
 
     Raises:
-        UsageError: the input and the settings do not fit together.
+        UsageError: the input and the settings do not fit together; or tiles with the settings' halo would give another
+            result than the whole run.
     """
-    return _job_of(call, module, x, settings, x.dim() - 2, _with_index(device))
+    job = _job_of(call, module, x, settings, x.dim() - 2, _with_index(device))
+    if not settings.blended:
+        _check(job, module)
+    return job
 
 
 def _job_of(
