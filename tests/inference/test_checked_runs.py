@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -11,7 +13,7 @@ from torch import nn
 import vramfit
 from vramfit.errors import UsageError
 from vramfit.inference import checked_runs
-from vramfit.inference.tile_check import CheckedRun
+from vramfit.inference.trial_ways import CheckedRun
 
 
 class Switched(nn.Module):
@@ -95,13 +97,17 @@ def test_what_was_passed_once_is_refused_when_the_model_changes() -> None:
     vramfit.tiled(net, picture(34, 20), tile=16)
 
 
-def test_functions_are_checked_every_time_and_models_are_not_kept(checked: list[tuple[int, ...]]) -> None:
+def test_functions_are_checked_every_time(checked: list[tuple[int, ...]]) -> None:
     net = Switched()
     for _ in range(2):
         vramfit.tiled(lambda tiles: net(tiles), picture(34, 20), tile=16)
     assert len(checked) == 2
+
+
+def test_models_are_not_kept_alive() -> None:
+    net = Switched()
     vramfit.tiled(net, picture(34, 20), tile=16)
-    assert net in checked_runs._PASSED
-    count = len(checked_runs._PASSED)
+    gone = weakref.ref(net)
     del net
-    assert len(checked_runs._PASSED) < count
+    gc.collect()
+    assert gone() is None

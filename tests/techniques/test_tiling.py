@@ -15,6 +15,7 @@ from vramfit.errors import UsageError
 from vramfit.inference import checked_runs, tile_needs
 from vramfit.inference.receptive_field import Locality, LocalityKind
 from vramfit.inference.tile_settings import Blend
+from vramfit.inference.trial_ways import CheckedRun
 from vramfit.techniques import AttachedProgram, Numerics, Profile, setting_from_plain, setting_to_plain
 from vramfit.techniques.tiling import Tiling, TilingSetting
 from vramfit.virtual.gpu import VirtualGPU
@@ -74,7 +75,10 @@ def test_tiles_of_a_plan_are_checked_by_values() -> None:
     model, x = Coordinates().eval(), numbers(1, 2, 40, 40)
     live = AttachedProgram(model, None)
     Tiling().attach(live, EXACT)
-    with torch.no_grad(), pytest.raises(UsageError, match="tiles would give another result than the whole run"):
+    with (
+        torch.no_grad(),
+        pytest.raises(UsageError, match="tiles would give another result than the whole run"),
+    ):
         model(x)
     live.undo()
 
@@ -83,7 +87,7 @@ def test_a_plans_tiles_are_checked_once_for_a_size(monkeypatch: pytest.MonkeyPat
     model, sizes = plain(2), []
     check = checked_runs.check_tiles
 
-    def counted(run: checked_runs.CheckedRun, seconds: float | None) -> None:
+    def counted(run: CheckedRun, seconds: float | None) -> None:
         sizes.append(run.layout.spatial)
         check(run, seconds)
 
@@ -136,6 +140,7 @@ def test_a_workload_is_run_in_tiles_on_the_cpu() -> None:
     setting = TilingSetting(tile=(64, 64), halo=(24, 24), stride=(4, 4))
     tiled = Tiling().apply(work(128), setting)
     state = tiled.start("cpu")
+    tiled.run_step(state, dict(tiled.sizes))  # which checks the tiles by values, with other inputs
     seen: list[Any] = []
     state.model.first.register_forward_pre_hook(lambda _, args: seen.append(tuple(args[0].shape)))
     tiled.run_step(state, dict(tiled.sizes))

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from vramfit.inference.tile_check import CheckedRun, check_tiles
+from vramfit.inference.tile_check import check_tiles
+from vramfit.inference.trial_ways import CheckedRun
 from vramfit.torch_internals.tensor_objects import times_written
 
 _KEPT = 8

@@ -22,7 +22,6 @@ from vramfit.inference.fingerprints import (
     model_fingerprint,
     values_fingerprint,
 )
-from vramfit.inference.tile_check import CheckedRun
 from vramfit.inference.tile_grid import make_layout
 from vramfit.inference.tile_needs import convolution_axes, probe_needs, strides_by_modules
 from vramfit.inference.tile_outputs import OutputPlan, Pack
@@ -30,6 +29,7 @@ from vramfit.inference.tile_results import TileResults
 from vramfit.inference.tile_runner import RunObserver, TileInput, TileJob, TileRunner
 from vramfit.inference.tile_settings import TileSettings
 from vramfit.inference.tile_stores import make_store
+from vramfit.inference.trial_ways import CheckedRun
 
 
 def make_job(

@@ -35,13 +35,13 @@ class TrialRun:
 
 
 def first_difference(model: TrialModel, one: TrialRun, other: TrialRun, bar: float) -> str:
-    """The call and its line in the model's code, such as ``mean (net.py:12)``; empty where it is not known."""
-    logs = []
+    """The call and its line in the model's code, e.g. ``mean (net.py:12)``; empty where it is not known."""
+    logs: list[list[_Call]] = []
     for run in (one, other):
         log = _CallLog(run)
         model.run(run.given, watch=log)
         logs.append(log.calls)
-    for before, after in zip(*logs, strict=False):
+    for before, after in zip(logs[0], logs[1], strict=False):
         if before.name != after.name:
             return f"a branch that depends on values, before {after.named()}"
         for first, second in zip(before.results, after.results, strict=False):
@@ -85,11 +85,11 @@ class _CallLog(TorchFunctionMode):
         sizes = self._run.given.shape[2:]
         axes = len(sizes)
         if tensor.dim() > axes and all(length > 1 for length in tensor.shape[-axes:]):
-            index = []
+            index: list[Any] = [...]
             for length, size, (first, last) in zip(tensor.shape[-axes:], sizes, self._run.kept, strict=True):
                 scale = Fraction(length, size).limit_denominator(max(1, size // 8))
                 index.append(slice(-(-first * scale.numerator // scale.denominator), int(last * scale)))
-            return tensor[(..., *index)].detach().cpu().clone()
+            return tensor[tuple(index)].detach().cpu().clone()
         if tensor.numel() > _MOST or any(length >= min(sizes) for length in tensor.shape):
             return None
         return tensor.detach().cpu().clone()

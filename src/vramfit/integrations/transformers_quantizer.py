@@ -49,7 +49,7 @@ class FormatsConfig(QuantizationConfigMixin):
         self, formats: Mapping[str, str] | str = "int8", skip: tuple[str, ...] = (), **_others: Any
     ) -> None:
         register()
-        self.quant_method = METHOD
+        self.quant_method = METHOD  # type: ignore[assignment]  # transformers looks registered names up too
         for one in formats.values() if isinstance(formats, Mapping) else (formats,):
             parse_format(one)
         self.formats = dict(formats) if isinstance(formats, Mapping) else formats
