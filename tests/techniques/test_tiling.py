@@ -12,9 +12,10 @@ from tests.techniques.peaks import peak_bytes
 from torch import nn
 
 from vramfit.errors import UsageError
-from vramfit.inference import tile_needs
+from vramfit.inference import checked_runs, tile_needs
 from vramfit.inference.receptive_field import Locality, LocalityKind
 from vramfit.inference.tile_settings import Blend
+from vramfit.inference.trial_ways import CheckedRun
 from vramfit.techniques import AttachedProgram, Numerics, Profile, setting_from_plain, setting_to_plain
 from vramfit.techniques.tiling import Tiling, TilingSetting
 from vramfit.virtual.gpu import VirtualGPU
@@ -58,6 +59,48 @@ def test_pictures_by_name_and_other_arguments() -> None:
             model(torch.tensor(2.0), picture=x[0])
 
 
+class Coordinates(nn.Module):
+    """Adds each column's place in the picture."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = plain(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.net(x) + torch.linspace(0, 1, x.shape[-1])
+        return found
+
+
+def test_tiles_of_a_plan_are_checked_by_values() -> None:
+    model, x = Coordinates().eval(), numbers(1, 2, 40, 40)
+    live = AttachedProgram(model, None)
+    Tiling().attach(live, EXACT)
+    with (
+        torch.no_grad(),
+        pytest.raises(UsageError, match="tiles would give another result than the whole run"),
+    ):
+        model(x)
+    live.undo()
+
+
+def test_a_plans_tiles_are_checked_once_for_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, sizes = plain(2), []
+    check = checked_runs.check_tiles
+
+    def counted(run: CheckedRun, seconds: float | None) -> None:
+        sizes.append(run.layout.spatial)
+        check(run, seconds)
+
+    monkeypatch.setattr(checked_runs, "check_tiles", counted)
+    live = AttachedProgram(model, None)
+    Tiling().attach(live, EXACT)
+    with torch.no_grad():
+        for x in (numbers(1, 2, 40, 40), numbers(1, 2, 40, 40), numbers(1, 2, 41, 40)):
+            model(x)
+    live.undo()
+    assert sizes == [(40, 40), (41, 40)]
+
+
 def test_promises_and_words() -> None:
     blended = TilingSetting(tile=(24, 24), overlap=0.25, blend=Blend.GAUSSIAN)
     assert Tiling().promise(EXACT).numerics is Numerics.ROUNDING
@@ -97,6 +140,7 @@ def test_a_workload_is_run_in_tiles_on_the_cpu() -> None:
     setting = TilingSetting(tile=(64, 64), halo=(24, 24), stride=(4, 4))
     tiled = Tiling().apply(work(128), setting)
     state = tiled.start("cpu")
+    tiled.run_step(state, dict(tiled.sizes))  # which checks the tiles by values, with other inputs
     seen: list[Any] = []
     state.model.first.register_forward_pre_hook(lambda _, args: seen.append(tuple(args[0].shape)))
     tiled.run_step(state, dict(tiled.sizes))
@@ -107,7 +151,7 @@ def test_a_workload_is_run_in_tiles_on_the_cpu() -> None:
 def probed(monkeypatch: pytest.MonkeyPatch) -> list[Locality]:
     """A probe that finds the last that it is told to."""
     found = [Locality(kind=LocalityKind.LOCAL, halo=((22, 20), (21, 22)), alignment=(4, 4), shrink=((0, 0),))]
-    monkeypatch.setattr(tile_needs, "probe", lambda model, example: found[-1])
+    monkeypatch.setattr(tile_needs, "probe", lambda model, example, seconds: found[-1])
     return found
 
 

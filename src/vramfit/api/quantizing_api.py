@@ -14,10 +14,17 @@ from torch import nn
 from vramfit.arguments import call_argument, shown
 from vramfit.errors import UsageError
 from vramfit.gpus import GpuSpec
+from vramfit.inference.step_progress import step_progress
 from vramfit.planner.live_choice import LiveModel
-from vramfit.planner.quantization.format_choice import BytesElsewhere, FormatChoice, FormatSearch
+from vramfit.planner.quantization.format_choice import (
+    FormatChoice,
+    FormatSearch,
+    bytes_elsewhere,
+    refuse_by_weights,
+)
 from vramfit.planner.quantization.format_trial import FormatQuestion
 from vramfit.techniques.core.attached_program import AttachedProgram
+from vramfit.techniques.quantization.fused_experts import split_experts
 from vramfit.techniques.quantization.quantised_layers import quantise_layers
 from vramfit.techniques.quantization.weight_formats import WeightFormat, parse_format, quantisable
 from vramfit.workload.given_device import device_argument
@@ -37,6 +44,7 @@ class QuantizedModel:
     choice: FormatChoice | None
     formats: Mapping[str, str]
     _live: AttachedProgram
+    _split: AttachedProgram
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns."""
@@ -45,6 +53,7 @@ class QuantizedModel:
     def undo(self) -> None:
         """Give the model its own weights back, bit for bit, where the packed ones are."""
         self._live.undo()
+        self._split.undo()
 
     def __enter__(self) -> QuantizedModel:
         """The same; the end of the block undoes it."""
@@ -67,7 +76,7 @@ def quantized(
     quality: Callable[[nn.Module], Any] | None = None,
     use: Callable[[nn.Module, Any], Any] | None = None,
     device: torch.device | str | None = None,
-    progress: Callable[[str], None] | None = None,
+    progress: Callable[[str], None] | bool | None = None,
 ) -> QuantizedModel:
     """Give the linear layers of a model formats of fewer bits, so that it stays within a budget of bytes.
 
@@ -84,6 +93,9 @@ def quantized(
     are compared. An integer program then finds the formats that cost least in quality among those whose predicted peak
     stays within the budget; its best solutions are run on the virtual card, those that fit are measured with all layers
     together, and the best of them is put onto the model.
+
+    Experts of a mixture that transformers keeps in one parameter count as one layer for each projection, such as
+    ``model.layers.0.mlp.experts.down_proj``; transformers' plain loop over experts runs then.
 
     Args:
         model: with its values, on the CPU or on a card; in evaluation mode while it is measured.
@@ -102,7 +114,7 @@ def quantized(
         device: where the model goes; None is where it is. A model on the CPU goes to a card layer by layer, so that
             the card never holds it in floating point. On the CPU int4 and fp8 are replaced by equivalents of the same
             values, which save nothing there.
-        progress: called with a line for each thing that is done.
+        progress: called with a line for each thing that is done; None shows them on standard error, False does not.
 
     Returns:
         the changed model, the choice with its figures, and the undo.
@@ -116,15 +128,31 @@ def quantized(
         raise UsageError(f"model={shown(model)} is no module", "Give a torch.nn.Module")
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise UsageError("the model is on the device meta, and has no values", "Give it its values first")
-    told = _silent if progress is None else call_argument("progress", progress)
     where = _device_of(model) if device is None else device_argument("device", device)
-    if isinstance(formats, Mapping):
-        chosen = {name: parse_format(one) for name, one in formats.items()}
-        return _changed(model, chosen, where, None)
-    named = None if formats is None else _parsed(formats)
-    live = LiveModel(model=model, device=where, budget=budget, gpu=gpu)
-    choice = _chosen(live, _question(batches, use), named, quality, told)
-    return _changed(model, choice.formats, where, choice)
+    split = AttachedProgram(model, None)
+    try:
+        split_experts(split)
+        if isinstance(formats, Mapping):
+            chosen = {name: parse_format(one) for name, one in formats.items()}
+            return _changed(split, chosen, where, None)
+        named = None if formats is None else _parsed(formats)
+        live = LiveModel(model=model, device=where, budget=budget, gpu=gpu)
+        choice = _found(live, _question(batches, use), named, quality, progress)
+        return _changed(split, choice.formats, where, choice)
+    except BaseException:
+        split.undo()
+        raise
+
+
+def _found(
+    live: LiveModel,
+    question: FormatQuestion,
+    named: list[WeightFormat] | None,
+    quality: Any,
+    progress: Any,
+) -> FormatChoice:
+    with step_progress(progress, "quantized") as told:
+        return _chosen(live, question, named, quality, told)
 
 
 def _parsed(formats: Any) -> list[WeightFormat]:
@@ -163,24 +191,28 @@ def _chosen(
     memory = live.memory()
     if memory.gpu is None:
         raise UsageError("nothing says for which card formats are chosen", 'Give one, such as gpu="RTX 4090"')
-    search = FormatSearch(
-        live.model,
-        question,
-        BytesElsewhere(live=live, question=question, progress=told),
-        card=memory.gpu,
-        formats=formats,
-        quality=None if quality is None else call_argument("quality", quality),
-        progress=told,
-    )
-    return search.choice(memory.budget)
+    measure = None if quality is None else call_argument("quality", quality)
+    refuse_by_weights(live.model, memory.gpu, memory.budget, formats)
+    with bytes_elsewhere(live, question, told) as bytes_of:
+        search = FormatSearch(
+            live.model,
+            question,
+            bytes_of,
+            card=memory.gpu,
+            formats=formats,
+            quality=measure,
+            progress=told,
+        )
+        return search.choice(memory.budget)
 
 
 def _changed(
-    model: nn.Module,
+    split: AttachedProgram,
     formats: Mapping[str, WeightFormat],
     where: torch.device,
     choice: FormatChoice | None,
 ) -> QuantizedModel:
+    model: nn.Module = split.model
     home = _device_of(model)
     live = AttachedProgram(model, None)
     try:
@@ -195,6 +227,7 @@ def _changed(
         choice=choice,
         formats={name: one.value for name, one in formats.items() if one is not WeightFormat.NONE},
         _live=live,
+        _split=split,
     )
 
 
@@ -211,7 +244,3 @@ def _device_of(model: nn.Module) -> torch.device:
     for tensor in (*model.parameters(), *model.buffers()):
         return tensor.device
     return torch.device("cpu")
-
-
-def _silent(_text: str) -> None:
-    """Say nothing."""

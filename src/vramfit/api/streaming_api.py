@@ -14,6 +14,7 @@ from torch import nn
 
 from vramfit.arguments import path_argument, shown, text_argument, whole_argument
 from vramfit.errors import UsageError
+from vramfit.inference.step_progress import step_progress
 from vramfit.inference.streaming.checkpoint import (
     check_folder,
     given_values,
@@ -92,7 +93,7 @@ def streamed(
     placement: WeightPlacement | str | os.PathLike[str] | None = None,
     weights: str | os.PathLike[str] | None = None,
     folder: str | os.PathLike[str] | None = None,
-    progress: Callable[[str], None] | None = None,
+    progress: Callable[[str], None] | bool | None = None,
 ) -> StreamedModel:
     """Let a model compute on a card that it does not fit: its weights come layer by layer, in time for their layer.
 
@@ -130,7 +131,7 @@ def streamed(
             may have been made without memory, on the device ``meta``.
         folder: where layers that do not stay are written, to be read from there each time; the undo reads them back and
             removes them. A model has a folder of its own: files of these names that are there are refused.
-        progress: called with what is tried.
+        progress: called with what is tried; None shows it on standard error, False does not.
 
     Raises:
         UsageError: the example does not fit with one layer on the card at a time, a file cannot be read, or the
@@ -155,7 +156,8 @@ def streamed(
             slots=None if slots is None else whole_argument("slots", slots, least=1, most=MOST_SLOTS),
         )
         live_model = LiveModel(model=model, device=where, budget=budget, gpu=gpu)
-        placement = place_weights(live_model, question, progress)
+        with step_progress(progress, "streamed") as told:
+            placement = place_weights(live_model, question, told)
     else:
         placement = _placement(placement)
     live = AttachedProgram(model, None, where)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from vramfit.arguments import call_argument, path_argument, shown, whole_argument
+from vramfit.arguments import call_argument, number_argument, path_argument, shown, whole_argument
 from vramfit.errors import UsageError
 from vramfit.inference.tile_progress import tile_progress
 from vramfit.inference.tile_settings import Blend, Padding, Stitch, TileSettings
@@ -43,6 +43,7 @@ def tiled(
     journal: str | os.PathLike[str] | bool | None = None,
     budget: int | str | None = None,
     gpu: Any = None,
+    seconds: float | None = None,
     progress: Callable[[int, int], None] | bool | None = None,
 ) -> Any:
     """Run a model over an input that is too large for the device, tile by tile.
@@ -95,6 +96,8 @@ def tiled(
         budget: what torch may reserve on the device, the model included, as ``"4GiB"``: the quickest tile within it is
             found on the virtual GPU, in a process of its own; None is what is free there, less 2 %.
         gpu: the card that the tile is chosen for; None is the one that is there.
+        seconds: how long finding a halo, and checking by values that tiles with it give the whole run's result, may
+            take each; None for 30, or what the whole run is expected to take if that is more.
         progress: called with the tiles that are done and the tiles in all; True shows a bar.
 
     Returns:
@@ -102,7 +105,8 @@ def tiled(
         one. What went into a file is mapped for reading.
 
     Raises:
-        UsageError: the arguments contradict each other or the model; nothing has been written then.
+        UsageError: the arguments contradict each other or the model, or tiles with the halo that was found would give
+            another result than the whole run; nothing has been written then.
         WriteError: the result could not be written.
     """
     settings = TileSettings(
@@ -119,16 +123,20 @@ def tiled(
         reduce=reduce,
         prepare=None if prepare is None else call_argument("prepare", prepare),
     )
+    if seconds is not None:
+        seconds = number_argument("seconds", seconds, least=0.0, most=1e6)
     _check_mode(model)
     noted = _journal_path(journal, out)
     if tile is None:
-        chosen = choose_tile(model, x, settings, dims=dims, device=device, budget=budget, gpu=gpu)
+        chosen = choose_tile(
+            model, x, settings, dims=dims, device=device, budget=budget, gpu=gpu, seconds=seconds
+        )
         settings = replace(settings, tile=chosen.tile, tile_batch=chosen.tile_batch)
     elif budget is not None:
         raise UsageError(
             "tile and budget are both given", "Give a budget to let the tile be chosen, or the tile itself"
         )
-    job = make_job(model, x, settings, dims=dims, device=device)
+    job = make_job(model, x, settings, dims=dims, device=device, seconds=seconds)
     with tile_progress(progress) as told:
         return run_job(job, out=out, journal=noted, progress=told)
 

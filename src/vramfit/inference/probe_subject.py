@@ -46,7 +46,7 @@ class ProbeSubject:
         self._last = (0.0, 1)
         with disable_current_modes():
             owner = getattr(model, "__self__", model)
-            copied = _copied(owner) if isinstance(owner, nn.Module) else owner
+            copied = float64_copy(owner) if isinstance(owner, nn.Module) else owner
             self.module = copied if isinstance(copied, nn.Module) else None
             self.model = (
                 model if copied is owner else copied if owner is model else getattr(copied, model.__name__)
@@ -88,10 +88,10 @@ class ProbeSubject:
             stack.enter_context(torch.no_grad())
             devices = [self.device] if self.device.type == "cuda" else []
             stack.enter_context(torch.random.fork_rng(devices=devices))
-            stack.enter_context(_Watch(self.called, norms=norms))
+            stack.enter_context(CallWatch(self.called, norms=norms))
             torch.manual_seed(0)
             if self.module is not None:
-                stack.enter_context(_kept_buffers(self.module))
+                stack.enter_context(kept_buffers(self.module))
             args = _exchanged(self._args, self._varied, given, self.device)
             kwargs = _exchanged(self._kwargs, self._varied, given, self.device)
             found = [one.detach().cpu() for one in tensors_in(self.model(*args, **kwargs))]
@@ -102,8 +102,12 @@ class ProbeSubject:
 # -- copies -------------------------------------------------------------------------------------------------------
 
 
-def _copied(model: nn.Module) -> nn.Module:
-    """A copy in float64 with values; the model's own tensors stay as they are."""
+def float64_copy(model: nn.Module, device: torch.device | None = None) -> nn.Module:
+    """A copy in float64 with values, on a device or each tensor on its own; the model's tensors stay as they are.
+
+    Raises:
+        ProbeStoppedError: it cannot be copied, or is too large.
+    """
     tensors = {id(one): one for one in (*model.parameters(), *model.buffers())}
     if sum(one.numel() * 8 for one in tensors.values()) > _MOST_BYTES:
         raise ProbeStoppedError("its weights are too large to copy")
@@ -111,7 +115,8 @@ def _copied(model: nn.Module) -> nn.Module:
     memo: dict[int, Any] = {}
     for key, tensor in tensors.items():
         # Plain tensors in the place of parameters, too: under a virtual GPU a new parameter would have no values.
-        memo[key] = _valued(tensor, generator)
+        valued = _valued(tensor, generator)
+        memo[key] = valued if device is None else valued.to(device)
     try:
         return copy.deepcopy(model, memo)
     except Exception as error:
@@ -146,12 +151,14 @@ def _device_of(model: Any) -> torch.device:
 
 
 @contextlib.contextmanager
-def _kept_buffers(model: nn.Module) -> Iterator[None]:
+def kept_buffers(model: nn.Module) -> Iterator[None]:
     """Running statistics move in training mode: every run begins with the same."""
     before = [(one, one.clone()) for one in model.buffers()]
-    yield
-    for one, value in before:
-        one.copy_(value)
+    try:
+        yield
+    finally:
+        for one, value in before:
+            one.copy_(value)
 
 
 # -- arguments and outputs -------------------------------------------------------------------------------------------
@@ -189,7 +196,7 @@ _NORM_PLACES = {"group_norm": 2, "instance_norm": 3, "batch_norm": 3}
 """Where each norm's weight stands among its arguments; the bias follows."""
 
 
-class _Watch(TorchFunctionMode):
+class CallWatch(TorchFunctionMode):
     """Notes the names of what is called, keeps types at float64, and can leave statistics out of norms."""
 
     def __init__(self, called: set[str], *, norms: bool) -> None:

@@ -22,7 +22,7 @@ import torch
 
 from vramfit.arguments import number_argument
 from vramfit.inference.probe_subject import ProbeStoppedError, ProbeSubject
-from vramfit.inference.structural_field import StructureUnknownError, structural_fields
+from vramfit.inference.structural_field import TOGETHER, StructureUnknownError, structural_fields
 
 
 class LocalityKind(Enum):
@@ -73,6 +73,7 @@ class Locality:
         mixes_batch: whether an example's output depends on the other examples.
         evidence: how far the halo is known.
         why: what makes it need more than a neighbourhood, or why the probe gave up; empty for `LOCAL`.
+        complete: whether the probe came to its end; False where time ran out or the model could not be run.
     """
 
     kind: LocalityKind
@@ -83,13 +84,18 @@ class Locality:
     mixes_batch: bool = False
     evidence: HaloEvidence = HaloEvidence.NONE
     why: str = ""
+    complete: bool = True
+
+
+USUAL_SECONDS = 30.0
+"""What a probe may take where nothing else is said."""
 
 
 def probe(
     model: Callable[..., Any],
     example: Any,
     *,
-    seconds: float = 30.0,
+    seconds: float = USUAL_SECONDS,
     most: int = 0,
 ) -> Locality:
     """Find out what each part of a model's output depends on.
@@ -110,29 +116,36 @@ def probe(
         UsageError: `seconds` is not a positive number.
     """
     seconds = number_argument("seconds", seconds, least=0.0, most=1e6)
-    if isinstance(example, torch.Tensor) and (found := _by_structure(model, example)) is not None:
-        return found
+    reason = ""
+    if isinstance(example, torch.Tensor):
+        try:
+            return _by_structure(model, example)
+        except StructureUnknownError as unknown:
+            reason = str(unknown)
     try:
         subject = ProbeSubject(model, example, seconds=seconds)
         prober = _Prober(subject, most or (512 if subject.dims < 3 else 128))
         found = prober.locality()
     except ProbeStoppedError as stop:
-        return Locality(kind=LocalityKind.WHOLE, why=str(stop))
+        return Locality(kind=LocalityKind.WHOLE, why=str(stop), complete=False)
     for prime in (3, 5, 7) if prober.aperiodic else ():
         with contextlib.suppress(ProbeStoppedError):
             # Of inputs that the total stride does not divide, outputs have no fixed scale and no period.
             another = _Prober(subject, prober.most, prime=prime).locality()
             if another.kind is not LocalityKind.WHOLE:
                 return another
+    if found.kind is LocalityKind.WHOLE and reason.endswith(TOGETHER) and not reason.startswith("_"):
+        return replace(found, why=f"{found.why.partition(', ')[0]}: {reason}")
     return found
 
 
-def _by_structure(model: Callable[..., Any], example: torch.Tensor) -> Locality | None:
-    """What the operations say; None where one of them does not."""
-    try:
-        fields = structural_fields(model, example)
-    except StructureUnknownError:
-        return None
+def _by_structure(model: Callable[..., Any], example: torch.Tensor) -> Locality:
+    """What the operations say.
+
+    Raises:
+        StructureUnknownError: one of them does not.
+    """
+    fields = structural_fields(model, example)
     norms = list(dict.fromkeys(name for field in fields for name in field.norms))
     return Locality(
         kind=LocalityKind.GLOBAL_NORMS if norms else LocalityKind.LOCAL,

@@ -21,7 +21,7 @@ from torch import nn
 from vramfit.inference.layerwise.chunk_height import ChunkHeight, ChunkStore
 from vramfit.inference.layerwise.layer_runner import RULES
 from vramfit.inference.layerwise.pointwise_rules import ALONG, POINTWISE
-from vramfit.inference.layerwise.row_calls import RowMode, RowSession
+from vramfit.inference.layerwise.row_calls import RowMode, RowSession, plain_tensors
 from vramfit.inference.layerwise.row_nodes import LayerNode
 from vramfit.inference.layerwise.row_tensors import RowTensor, row_tensors_in
 from vramfit.inference.layerwise.row_windows import RowTable, RowWindow, SameRows
@@ -55,6 +55,9 @@ class RowField:
     scales: tuple[Fraction, ...]
     shrink: tuple[int, ...]
     norms: tuple[str, ...]
+
+
+TOGETHER = "takes all rows together"
 
 
 class StructureUnknownError(Exception):
@@ -164,11 +167,18 @@ class _Following(RowSession):
         rows = list(row_tensors_in((args, kwargs)))
         if rows and (self._name in _POINTWISE or name in _POINTWISE):
             axis = rows[0].node.axis
-            for value in (*args, *kwargs.values()):
-                plain = isinstance(value, torch.Tensor) and not isinstance(value, RowTensor)
-                if plain and value.dim() >= -axis and value.shape[axis] > 1:
+            for value in plain_tensors((args, kwargs)):
+                if value.dim() >= -axis and value.shape[axis] > 1:
                     raise StructureUnknownError(f"{name} has values of its own for each row")
         return super().call(func, args, kwargs)
+
+    def produce(self, node: LayerNode) -> None:
+        """A rule wants all rows now, of the input too: a mean, an extreme, a pooling to one value.
+
+        Raises:
+            StructureUnknownError: always.
+        """
+        self.whole(node)
 
     def whole(self, node: LayerNode) -> torch.Tensor:
         """Something wants all of a tensor.
@@ -177,7 +187,7 @@ class _Following(RowSession):
             StructureUnknownError: always.
         """
         del node
-        raise StructureUnknownError(f"{self._name} takes all rows together")
+        raise StructureUnknownError(f"{self._name} {TOGETHER}")
 
     def dispatched(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """An operation without a rule.
@@ -186,7 +196,7 @@ class _Following(RowSession):
             StructureUnknownError: always.
         """
         del args, kwargs
-        raise StructureUnknownError(f"{func} takes all rows together")
+        raise StructureUnknownError(f"{func} {TOGETHER}")
 
 
 _POINTWISE = frozenset((*POINTWISE, *ALONG, "cat", "concat", "concatenate"))

@@ -241,9 +241,13 @@ def exact_axis(length: int, tile: int, halo: int, stride: int) -> tuple[AxisTile
     if tile >= length:
         return (AxisTile(0, length, 0, length),)
     if tile - 2 * halo < stride:
+        least = 2 * halo + stride
         raise UsageError(
             f"a halo of {halo} on both sides leaves nothing of a tile of {tile}",
-            f"Give a tile of {2 * halo + stride} or more, or overlap in place of a halo",
+            f"Pass a tile of {least} or more, or overlap in place of a halo"
+            if least < length
+            else f"A value depends on so much that no tile shorter than the input's {length} will do: pass overlap in "
+            "place of a halo, which is another result, or run the model layer by layer",
         )
     tiles = []
     start = kept = 0

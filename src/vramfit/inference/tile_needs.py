@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from vramfit.errors import UsageError
-from vramfit.inference.receptive_field import LocalityKind, probe
+from vramfit.inference.receptive_field import USUAL_SECONDS, LocalityKind, probe
 
 _EXAMPLE = {1: 512, 2: 128, 3: 64}
 """Length of the input that a model is probed with, by spatial axes."""
@@ -39,24 +39,32 @@ class TileNeeds:
     stride: tuple[int, ...]
 
 
-def probe_needs(model: Any, channels: int, axes: int, device: torch.device) -> TileNeeds:
+def probe_needs(
+    model: Any, channels: int, axes: int, device: torch.device, *, seconds: float | None = None
+) -> TileNeeds:
     """What a model's tiles need, from a probe of the model.
 
     Args:
         model: on the device.
         channels: of its input.
         axes: spatial axes.
+        seconds: how long the probe may take; None for 30.
 
     Raises:
-        UsageError: a value of the result depends on the whole input.
+        UsageError: a value of the result depends on the whole input, or there was not enough time to know.
     """
     example = torch.zeros(1, channels, *(_EXAMPLE[axes],) * axes, dtype=_dtype_of(model), device=device)
-    locality = probe(model, example)
+    locality = probe(model, example, seconds=USUAL_SECONDS if seconds is None else seconds)
+    if not locality.complete:
+        raise UsageError(
+            f"what tiles of this model need could not be found: {locality.why}",
+            "Pass more seconds=, the halo and the stride themselves, or overlap= for tiles that are blended",
+        )
     if locality.kind is not LocalityKind.LOCAL:
         why = f" ({locality.why})" if locality.why else ""
         raise UsageError(
             f"a value of the model's result depends on more than its surroundings{why}: no halo is enough for tiles",
-            "Give overlap for tiles that are blended, which is another result; or run it layer by layer",
+            "Pass overlap= for tiles that are blended, which is another result; or run it layer by layer",
         )
     if any(rows for output in locality.shrink for rows in output):
         raise UsageError(

@@ -42,7 +42,7 @@ _MODES = {
     Padding.CIRCULAR: "circular",
 }
 _NOTHING = torch.empty(0)
-_PICTURES = (torch.uint8, torch.int8, torch.uint16, torch.int16)
+PICTURES = (torch.uint8, torch.int8, torch.uint16, torch.int16)
 """Dtypes that stand for brightness; other integers may be tokens, and stay."""
 
 
@@ -159,7 +159,7 @@ class TileRunner:
         self._transfers: Transfers = CardTransfers(device) if card else InPlace(device)
         self._steps = ForwardSteps(model, device) if card else None
         self._pending: tuple[Leaving, int] | None = None
-        self._prepare: Callable[[torch.Tensor], torch.Tensor] = job.settings.prepare or _to_dtype(model)
+        self._prepare: Callable[[torch.Tensor], torch.Tensor] = job.settings.prepare or to_model_dtype(model)
         self._done = 0
         self._hollow = False
         self._flushed_at = time.monotonic()
@@ -437,7 +437,7 @@ def _hint_for(batch: torch.Tensor) -> str:
     return "Look at the input's channels and dtype, and at how many of its axes are spatial: dims="
 
 
-def _to_dtype(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+def to_model_dtype(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     """Brings pictures and floating-point numbers to the dtype of a model's first floating-point parameter."""
     wanted: torch.dtype | None = None
     if isinstance(model, nn.Module):
@@ -445,7 +445,7 @@ def _to_dtype(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
         wanted = next(found, None)
 
     def prepare(batch: torch.Tensor) -> torch.Tensor:
-        if wanted is None or not (batch.dtype.is_floating_point or batch.dtype in _PICTURES):
+        if wanted is None or not (batch.dtype.is_floating_point or batch.dtype in PICTURES):
             return batch
         return batch.to(wanted)
 

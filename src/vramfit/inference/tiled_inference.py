@@ -15,6 +15,7 @@ from torch import nn
 from vramfit.arguments import call_argument, shown
 from vramfit.errors import UsageError
 from vramfit.inference.arrays import Blank, NpyFile, as_source, has_values, is_private, torch_dtype
+from vramfit.inference.checked_runs import check_once
 from vramfit.inference.fingerprints import (
     block_fingerprint,
     described,
@@ -28,6 +29,7 @@ from vramfit.inference.tile_results import TileResults
 from vramfit.inference.tile_runner import RunObserver, TileInput, TileJob, TileRunner
 from vramfit.inference.tile_settings import TileSettings
 from vramfit.inference.tile_stores import make_store
+from vramfit.inference.trial_ways import CheckedRun
 
 
 def make_job(
@@ -37,6 +39,7 @@ def make_job(
     *,
     dims: int | None = None,
     device: torch.device | str | None = None,
+    seconds: float | None = None,
 ) -> TileJob:
     """Decide what a run of a model over an input comes to.
 
@@ -46,16 +49,49 @@ def make_job(
         settings: how tiles are cut and joined. An exact grid without a halo takes what the model is probed to need.
         dims: spatial axes, 1 to 3; None finds them from the settings, the model's convolutions or the input.
         device: where the model computes; None is where it is.
+        seconds: how long finding a halo and checking it by values may take; None for 30, or what the run is
+            expected to take if that is more.
 
     Raises:
-        UsageError: the input, the settings and the model do not fit together.
+        UsageError: the input, the settings and the model do not fit together; or tiles with the halo that was found
+            would give another result than the whole run.
     """
     settings.check()
     call_argument("model", model)
     source = as_source("x", x)
     where = device_of(model, source, device)
     axes = spatial_axes(model, source, settings, dims)
-    return _job_of(model, None, source, settings, axes, where)
+    job = _job_of(model, None, source, settings, axes, where, seconds)
+    if not settings.blended and settings.halo is None:
+        owner = getattr(model, "__self__", model)
+        _check(job, owner if isinstance(owner, nn.Module) else None, seconds)
+    return job
+
+
+def _check(job: TileJob, module: nn.Module | None, seconds: float | None = None) -> None:
+    """Compare tiles with the whole by values, where there are some.
+
+    Raises:
+        UsageError: tiles would give another result than the whole run.
+    """
+    if _computes(module, job.given.source):
+        run = CheckedRun(
+            model=job.model,
+            given=job.given,
+            layout=job.layout,
+            prepare=job.settings.prepare,
+            device=job.device,
+        )
+        check_once(run, module, seconds)
+
+
+def _computes(module: nn.Module | None, source: Any) -> bool:
+    """Whether there are values to compare: not on the virtual GPU."""
+    tensors = [source] if isinstance(source, torch.Tensor) else []
+    if module is not None:
+        tensors += [*module.parameters(), *module.buffers()]
+    blank = isinstance(source, Blank)
+    return not blank and all(has_values(tensor) and not tensor.is_meta for tensor in tensors)
 
 
 def job_of_module(
@@ -71,9 +107,13 @@ def job_of_module(
         device: where the module computes.
 
     Raises:
-        UsageError: the input and the settings do not fit together.
+        UsageError: the input and the settings do not fit together; or tiles with the settings' halo would give another
+            result than the whole run.
     """
-    return _job_of(call, module, x, settings, x.dim() - 2, _with_index(device))
+    job = _job_of(call, module, x, settings, x.dim() - 2, _with_index(device))
+    if not settings.blended:
+        _check(job, module)
+    return job
 
 
 def _job_of(
@@ -83,19 +123,26 @@ def _job_of(
     settings: TileSettings,
     axes: int,
     where: torch.device,
+    seconds: float | None = None,
 ) -> TileJob:
-    settings, given = settled(module or model, source, settings, axes, where)
+    settings, given = settled(module or model, source, settings, axes, where, seconds)
     layout = make_layout(given.shape, axes, given.batched, settings)
     return TileJob(model=model, given=given, layout=layout, settings=settings, device=where, module=module)
 
 
 def settled(
-    model: Any, source: Any, settings: TileSettings, axes: int, device: torch.device
+    model: Any,
+    source: Any,
+    settings: TileSettings,
+    axes: int,
+    device: torch.device,
+    seconds: float | None = None,
 ) -> tuple[TileSettings, TileInput]:
     """The settings with what the model needs of an exact grid, and the input with its axes told apart.
 
     Args:
         axes: spatial axes.
+        seconds: how long finding what the model needs may take.
 
     Raises:
         UsageError: the input has another number of axes, or the model needs its whole input.
@@ -109,7 +156,7 @@ def settled(
     given = TileInput(source=source, batched=count == axes + 2, axes=axes)
     torch_dtype(source.dtype)  # one that torch has not is told before anything is read
     if not settings.blended and (settings.halo is None or settings.stride is None):
-        settings = _with_needs(model, given, settings, device)
+        settings = _with_needs(model, given, settings, device, seconds)
     return settings, given
 
 
@@ -244,12 +291,14 @@ def spatial_axes(model: Any, source: Any, settings: TileSettings, dims: int | No
     return known
 
 
-def _with_needs(model: Any, given: TileInput, settings: TileSettings, device: torch.device) -> TileSettings:
+def _with_needs(
+    model: Any, given: TileInput, settings: TileSettings, device: torch.device, seconds: float | None
+) -> TileSettings:
     """The settings with the halo and the stride that the model needs, as far as they are not given."""
     if settings.halo is not None:
         return replace(settings, stride=strides_by_modules(model, given.axes))
     channels = given.shape[len(given.shape) - given.axes - 1]
-    needs = probe_needs(model, channels, given.axes, device)
+    needs = probe_needs(model, channels, given.axes, device, seconds=seconds)
     return replace(settings, halo=needs.halo, stride=settings.stride or needs.stride)
 
 

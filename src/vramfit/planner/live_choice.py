@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from vramfit.launch.job import Failure
 from vramfit.planner.packed_model import pack
 from vramfit.planner.planner_job import MARGIN, DeviceMemory, Found, PlannerJob
 from vramfit.planner.planner_run import run_task
+from vramfit.planner.resident_child import ResidentChild, resident_child
 
 Progress = Callable[[str], None]
 
@@ -72,10 +74,8 @@ def asked_about(
     memory = live.memory()
     with tempfile.TemporaryDirectory(prefix="vramfit-") as name:
         target = pack(live.model, question, Path(name))
-        packed = Path(name, "packed.pickle").read_bytes()
         asked = job(target, memory)
-        words = repr((kind.__name__, replace(asked, target="", folder="")))
-        key = hashlib.sha256(packed + words.encode()).hexdigest()
+        key = _key_of(Path(name, "packed.pickle").read_bytes(), asked, kind)
         if key not in _answers:
             answer = run_task(asked, kind, progress)
             if isinstance(answer, Failure):
@@ -83,6 +83,61 @@ def asked_about(
             _answers[key] = answer.found
     found: Found = _answers[key]
     return found
+
+
+class LiveAnswers:
+    """What one process finds about a model and a question, asked several times; it is started at the first question.
+
+    Args:
+        target: the packed model, named by its file.
+        packed: the file's bytes, by which the same question is known again.
+    """
+
+    def __init__(
+        self, target: str, packed: bytes, memory: DeviceMemory, progress: Progress | None, stack: ExitStack
+    ) -> None:
+        self._target, self._packed, self._memory = target, packed, memory
+        self._progress, self._stack = progress, stack
+        self._child: ResidentChild | None = None
+
+    def ask(self, job: Callable[[str, DeviceMemory], PlannerJob], kind: type[Found]) -> Found:
+        """The answer to a job; the same is asked once in a process.
+
+        Raises:
+            UsageError: nothing fits.
+            VramfitError: the model fails.
+        """
+        asked = job(self._target, self._memory)
+        key = _key_of(self._packed, asked, kind)
+        if key not in _answers:
+            if self._child is None:
+                if self._progress is not None:
+                    self._progress("starting a process with the virtual card")
+                child = resident_child(self._target, self._memory, self._progress)
+                self._child = self._stack.enter_context(child)
+            _answers[key] = self._child.ask(asked, kind)
+        found: Found = _answers[key]
+        return found
+
+
+@contextmanager
+def live_answers(live: LiveModel, question: Any, progress: Progress | None) -> Iterator[LiveAnswers]:
+    """Ask one other process about a model and a question several times.
+
+    Raises:
+        UsageError: the model or the question cannot go to another process.
+    """
+    memory = live.memory()
+    with ExitStack() as stack:
+        name = stack.enter_context(tempfile.TemporaryDirectory(prefix="vramfit-"))
+        target = pack(live.model, question, Path(name))
+        packed = Path(name, "packed.pickle").read_bytes()
+        yield LiveAnswers(target, packed, memory, progress, stack)
+
+
+def _key_of(packed: bytes, asked: PlannerJob, kind: type[Any]) -> str:
+    words = repr((kind.__name__, replace(asked, target="", folder="")))
+    return hashlib.sha256(packed + words.encode()).hexdigest()
 
 
 def _card(device: torch.device, gpu: str | os.PathLike[str] | GpuSpec | None) -> GpuSpec | None:

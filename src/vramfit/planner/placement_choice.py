@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from vramfit.inference.streaming.weight_placement import WeightPlacement
 from vramfit.planner.live_choice import LiveModel, asked_about
-from vramfit.planner.placement_trial import PlacementQuestion
+from vramfit.planner.placement_trial import PlacementQuestion, refuse_by_weights
 from vramfit.planner.planner_job import PlaceWeightsJob
 
 Progress = Callable[[str], None]
@@ -25,6 +25,9 @@ def place_weights(
         UsageError: the model cannot go to another process, there is no budget, or the example does not fit.
         VramfitError: the model fails.
     """
+    refuse_by_weights(live.model, live.memory().budget, question)
+    if progress is not None:
+        progress("starting a process with the virtual card")
     return asked_about(
         live,
         question,

@@ -7,7 +7,7 @@ The peak with no layer kept says about how many can stay, and a bisection from t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,6 +113,51 @@ def candidate_layers(model: nn.Module) -> tuple[dict[str, int], frozenset[str]]:
     return {path: sizes[path] for path in found}, frozenset(singles)
 
 
+def refuse_by_weights(model: nn.Module, limit: int, question: PlacementQuestion) -> None:
+    """Refuse a budget that the weights alone exceed with one layer on the card; a sum, before anything is run.
+
+    Raises:
+        UsageError: they do; or all have to stay, and take more.
+    """
+    tensors = (*model.parameters(), *model.buffers())
+    weights = sum({id(tensor): tensor.nbytes for tensor in tensors}.values())
+    if weights <= limit:
+        return
+    if question.never:
+        raise UsageError(
+            f"the model's weights take {format_bytes(weights)}, {format_bytes(weights - limit)} more than the budget "
+            f"of {format_bytes(limit)}",
+            'Let layers wait on the host with offload="auto", or allow more',
+        )
+    layers, singles = candidate_layers(model)
+    _refuse(layers, weights, limit)
+    blocks = {name: size for name, size in layers.items() if name not in singles} or layers
+    others = weights - sum(layers.values())
+    least = others + max(blocks.values()) * (question.slots or 1)
+    if least > limit:
+        raise UsageError(
+            f"with one layer on the card at a time the weights alone take {format_bytes(least)}, more than the budget "
+            f"of {format_bytes(limit)}: {format_bytes(others)} of them are of no layer that could wait",
+            "Allow more, or give the weights fewer bits: vramfit.quantized",
+        )
+
+
+def _refuse(layers: Mapping[str, int], weights: int, limit: int) -> None:
+    if not layers:
+        raise UsageError(
+            f"the model has no layers that could wait on the host, and its weights of {format_bytes(weights)} do not "
+            f"fit in {format_bytes(limit)}",
+            "Pass a model made of blocks, such as an nn.Sequential",
+        )
+    largest = max(layers, key=lambda name: layers[name])
+    if layers[largest] > limit:
+        raise UsageError(
+            f"a budget of {format_bytes(limit)} is below the weights of one layer: {largest} has "
+            f"{format_bytes(layers[largest])}",
+            f"Allow at least {format_bytes(layers[largest])} and what computes it needs",
+        )
+
+
 def spread(count: int) -> list[int]:
     """The numbers below `count` in an order of which each beginning is spread over all of them.
 
@@ -172,12 +217,7 @@ class _Search:
                 return plain
             if self.question.never:
                 raise self._does_not_fit(plain)
-        if not self.layers:
-            raise UsageError(
-                f"the model has no layers that could wait on the host, and its weights of "
-                f"{format_bytes(self.weights)} do not fit in {format_bytes(self.limit)}",
-                "Give a model made of blocks, such as an nn.Sequential",
-            )
+        _refuse(self.layers, self.weights, self.limit)
         least = self._least()
         kept, best = self._bisect(least)
         best = self._filled(kept, best)
@@ -185,14 +225,6 @@ class _Search:
 
     def _least(self) -> PlacementRun:
         """The run with every layer on the host."""
-        largest = max(self.layers, key=lambda name: self.layers[name])
-        size = self.layers[largest]
-        if size > self.limit:
-            raise UsageError(
-                f"a budget of {format_bytes(self.limit)} is below the weights of one layer: {largest} has "
-                f"{format_bytes(size)}",
-                f"Allow at least {format_bytes(size)} and what computes it needs",
-            )
         least = None
         for slots in (2, 1) if self.question.slots is None else (self.question.slots,):
             least = self._with_all_waiting(slots)
@@ -201,10 +233,11 @@ class _Search:
         assert least is not None
         raise UsageError(
             f"with {least.slots} of {len(self.layers)} layers on the card at once the example reserves "
-            f"{format_bytes(least.reserved)}, more than the budget of {format_bytes(self.limit)}: slots of "
-            f"{format_bytes(least.slot_bytes)} each, "
-            f"{format_bytes(self.weights - sum(self.layers.values()))} of other weights, and the rest for "
-            "activations and caches",
+            f"{format_bytes(least.reserved)}, more than the budget of {format_bytes(self.limit)}: "
+            f"{format_bytes(least.slots * least.slot_bytes)} of weights in slots, "
+            f"{format_bytes(self.weights - sum(self.layers.values()))} of other weights, "
+            f"{format_bytes(max(0, least.allocated - self._held(least)))} of activations and caches, and "
+            f"{format_bytes(least.reserved - least.allocated)} in segments beside what is allocated",
             "Allow more, or use smaller batches and shorter sequences",
         )
 
@@ -296,15 +329,20 @@ class _Search:
         run = self.run(self._waiting(fewer), 3)
         return run if run.reserved <= self.limit and run.seconds < best.seconds else best
 
+    def _held(self, run: PlacementRun) -> int:
+        """Bytes of weights on the card in a run with all layers waiting."""
+        return run.slots * run.slot_bytes + self.weights - sum(self.layers.values())
+
     def _waiting(self, kept: Sequence[str]) -> tuple[str, ...]:
         return tuple(name for name in self.layers if name not in set(kept))
 
     def _does_not_fit(self, plain: PlacementRun) -> UsageError:
-        beside = max(0, plain.reserved - self.weights)
+        beside = max(0, plain.allocated - self.weights)
         return UsageError(
-            f"the model does not fit without waiting layers: weights of {format_bytes(self.weights)} and "
-            f"{format_bytes(beside)} for activations, caches and what the allocator holds make "
-            f"{format_bytes(plain.reserved)}, {format_bytes(plain.reserved - self.limit)} more than the budget "
+            f"the model does not fit without waiting layers: weights of {format_bytes(self.weights)}, "
+            f"{format_bytes(beside)} of activations and caches and {format_bytes(plain.reserved - plain.allocated)} "
+            f"in segments beside what is allocated make {format_bytes(plain.reserved)}, "
+            f"{format_bytes(plain.reserved - self.limit)} more than the budget "
             f"of {format_bytes(self.limit)}",
             'Let layers wait on the host with offload="auto", or allow more',
         )

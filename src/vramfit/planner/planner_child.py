@@ -7,11 +7,13 @@ user's code.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
 import os
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -58,6 +60,7 @@ from vramfit.planner.planner_job import (
     PlannerJob,
     PredictBatchJob,
     RequestPeakJob,
+    ResidentJob,
     TryFormatsJob,
     VerifyMemoryJob,
     VerifyValuesJob,
@@ -65,6 +68,7 @@ from vramfit.planner.planner_job import (
 from vramfit.planner.plans import Plan, plan_request, sizes_of
 from vramfit.planner.quantization.format_trial import TriedFormats, format_table, try_formats
 from vramfit.planner.request_peak import RequestPeak, measured_request
+from vramfit.planner.resident_child import DONE, LOOK, OVER, READY
 from vramfit.planner.search import PlanFound
 from vramfit.planner.search_cache import SearchCache
 from vramfit.planner.search_clock import SearchClock, interruptible
@@ -298,6 +302,26 @@ def try_choices(
     return try_formats(device, workload.model, question, choices, job.memory.budget, job.enough, progress)
 
 
+def _stay(folder: Path, workload: Workload, device: DeviceBackend, progress: Progress) -> None:
+    """Do jobs until the parent says that no more will come."""
+    for number in itertools.count():
+        asked = folder / str(number)
+        while not (asked / READY).exists():
+            if (folder / OVER).exists():
+                return
+            if not folder.exists() or os.getppid() == 1:
+                return
+            time.sleep(LOOK)
+        values = json.loads(job_file(asked).read_text(encoding="utf-8"))
+        kind, task = TASKS[values["task"]]
+        job = from_plain(values, kind)
+        try:
+            job.answer(Answer(found=task(workload, device, job, progress), card_here=False))
+        except Exception as error:
+            failure_of_task(error, job.target).write(asked)
+        (asked / DONE).touch()
+
+
 TASKS: dict[str, tuple[type[PlannerJob], Callable[..., Any]]] = {
     "plan": (PlanJob, plan),
     "fit": (FitJob, fit),
@@ -313,6 +337,7 @@ TASKS: dict[str, tuple[type[PlannerJob], Callable[..., Any]]] = {
     "place-weights": (PlaceWeightsJob, place_weights),
     "format-table": (FormatTableJob, find_format_table),
     "try-formats": (TryFormatsJob, try_choices),
+    "resident": (ResidentJob, _stay),
 }
 """The kinds of job, and what does each."""
 
@@ -344,6 +369,9 @@ def main(name: str) -> int:
             evidence.watch()
             task = partial(task, evidence=evidence)
         device, load = _device(job.memory)
+        if isinstance(job, ResidentJob):
+            _stay(folder, load(job.target), device, progress)
+            return 0
         found = task(load(job.target), device, job, progress)
         job.answer(Answer(found=found, card_here=card_here))
     except KeyboardInterrupt:

@@ -334,6 +334,13 @@ class TryFormatsJob(PlannerJob):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ResidentJob(PlannerJob):
+    """Several jobs with the target, one after another, each in a folder of its own below; see resident_child.py."""
+
+    task: str = "resident"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Answer(Generic[Found]):
     """What the child found.
 

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str], object]
 
-_STANDARD_ERROR = 2
+STANDARD_ERROR = 2
 """What a workload prints goes there: standard output is for results."""
 
 _SILENT = "6"
@@ -330,8 +330,8 @@ def run_task(job: PlannerJob, kind: type[Found], progress: Progress | None) -> A
         with keeping, attended(policy), passed_on(folder) as signals, listening(folder, progress):
             refuse_older()
             command = child_command(folder, device)
-            output = subprocess.DEVNULL if sys.stderr is None else _STANDARD_ERROR  # closed from the start
-            code = run_child(command, signals, stdout=output, env=_environ(job.memory))
+            output = subprocess.DEVNULL if sys.stderr is None else STANDARD_ERROR  # closed from the start
+            code = run_child(command, signals, stdout=output, env=child_environ(job.memory))
         answer: Answer[Found] | None = result_of(folder, Answer[kind])  # type: ignore[valid-type]
         if signals.interrupted and (code or answer is None):  # a search has a plan even so
             raise KeyboardInterrupt
@@ -350,7 +350,7 @@ def child_command(folder: Path, device: str) -> list[str]:  # noqa: ARG001  # te
     return python_command("vramfit.planner.planner_child", str(folder))
 
 
-def _environ(memory: DeviceMemory) -> dict[str, str]:
+def child_environ(memory: DeviceMemory) -> dict[str, str]:
     """The child's variables: a real allocator reads its settings from there, and the profiler what it may print."""
     environ = dict(os.environ)
     if memory.device == "cpu":

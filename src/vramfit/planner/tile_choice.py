@@ -31,6 +31,7 @@ def choose_tile(
     device: torch.device | str | None = None,
     budget: str | float | None = None,
     gpu: str | os.PathLike[str] | GpuSpec | None = None,
+    seconds: float | None = None,
     progress: Progress | None = None,
 ) -> ChosenTile:
     """The tile with which a model gets over an input quickest within a budget.
@@ -40,6 +41,7 @@ def choose_tile(
         settings: how tiles are joined. An exact grid without a halo takes what the model is probed to need.
         budget: bytes that torch may reserve on the device, the model included; None for what is free there, less 2 %.
         gpu: the card that it is chosen for; None for the device's own.
+        seconds: how long finding what tiles of the model need may take; None for 30.
 
     Raises:
         UsageError: the model cannot go to another process, there is no budget to choose by, or no tile fits.
@@ -52,7 +54,8 @@ def choose_tile(
         )
     source = as_source("x", x)
     where = device_of(model, source, device)
-    settings, given = settled(model, source, settings, spatial_axes(model, source, settings, dims), where)
+    axes = spatial_axes(model, source, settings, dims)
+    settings, given = settled(model, source, settings, axes, where, seconds)
     question = TileQuestion(
         shape=given.shape, dtype=given.dtype, dims=given.axes, settings=replace(settings, tile=None)
     )

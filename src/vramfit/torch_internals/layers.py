@@ -37,3 +37,8 @@ def is_compiled(module: nn.Module) -> bool:
 def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
     """Give a module a compiled call, as ``module.compile()`` does; None gives its own back."""
     module._compiled_call_impl = call
+
+
+def compiled_from(module: nn.Module) -> nn.Module:
+    """The module that ``torch.compile(module)`` wraps; any other module is itself."""
+    return module._orig_mod if wraps_compiled(module) else module  # type: ignore[return-value]

@@ -31,3 +31,8 @@ def shared_storage(nbytes: int) -> torch.UntypedStorage:
     """A storage in memory that processes share."""
     storage: torch.UntypedStorage = torch.UntypedStorage._new_shared(nbytes, device="cpu")
     return storage
+
+
+def times_written(tensor: torch.Tensor) -> int:
+    """How often a tensor has been written to in place, with all its views. Tensors of inference mode do not count."""
+    return tensor._version

@@ -15,6 +15,8 @@ from transformers import (
     BartForConditionalGeneration,
     BertConfig,
     DynamicCache,
+    FalconConfig,
+    FalconForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3Config,
@@ -304,6 +306,61 @@ def test_beams_assisted_decoding_and_chunks_of_the_prompt(kind: str) -> None:
         assert torch.equal(found.sequences, reference.sequences), way
         cache.reset()
         assert cache.usage().blocks_free == cache.usage().blocks
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        {"num_beams": 3},
+        {"num_return_sequences": 2, "do_sample": True},
+        {"num_beams": 2, "num_return_sequences": 2},
+    ],
+)
+@pytest.mark.parametrize("kind", ["llama", "gemma"])
+def test_a_batch_begun_goes_on_with_beams_and_several_returned_sequences(
+    kind: str, way: dict[str, Any]
+) -> None:
+    model = made(kind)
+    prompts = [[*range(5, 45), 9], [*range(5, 45), 7, 8, 6]]  # what both begin with is computed in advance
+    options = GREEDY | way | {"max_new_tokens": 12}
+    cache = vramfit.BlockCache(model, tokens=1600)
+    inputs = cache.begin(prompts, model=model)
+    torch.manual_seed(3)
+    found = model.generate(**inputs, past_key_values=cache, **options).sequences
+    torch.manual_seed(3)
+    assert torch.equal(found, model.generate(**inputs, **options).sequences)
+
+
+@pytest.mark.parametrize(
+    "way", [{"multi_query": True}, {"multi_query": False}, {"new_decoder_architecture": True}]
+)
+def test_falcon_keeps_what_its_attention_caches(way: dict[str, bool]) -> None:
+    torch.manual_seed(0)
+    shape = {"vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    if "new_decoder_architecture" in way:
+        shape["num_kv_heads"] = 2
+    model = FalconForCausalLM(FalconConfig(**shape, **way, bos_token_id=1, eos_token_id=None)).eval()
+    for given in (model, model.config):
+        cache = vramfit.BlockCache(given, tokens=200)
+        inputs = cache.begin([[5, 6, 7], [5, 6, 7, 8, 9]])
+        found = model.generate(**inputs, past_key_values=cache, **GREEDY, max_new_tokens=6).sequences
+        assert torch.equal(found, model.generate(**inputs, **GREEDY, max_new_tokens=6).sequences)
+
+
+def test_a_model_that_caches_nothing_is_refused_when_the_cache_is_made(llama: Any) -> None:
+    class Forgetful(type(llama)):  # type: ignore[misc]
+        def forward(self, input_ids: Any = None, **rest: Any) -> Any:
+            return super().forward(input_ids=input_ids, **(rest | {"past_key_values": DynamicCache()}))
+
+    with pytest.raises(UsageError, match="layer 0 of the model puts no keys and values"):
+        vramfit.BlockCache(Forgetful(llama.config), tokens=100)
+
+    class Without(type(llama)):  # type: ignore[misc]
+        def forward(self, input_ids: Any) -> Any:
+            return super().forward(input_ids=input_ids)
+
+    with pytest.raises(UsageError, match="takes no past_key_values"):
+        vramfit.BlockCache(Without(llama.config), tokens=100)
 
 
 @pytest.mark.parametrize("beams", [1, 3])

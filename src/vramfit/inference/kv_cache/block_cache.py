@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,14 @@ import torch
 from vramfit.arguments import shown, size_argument, whole_argument
 from vramfit.errors import UsageError
 from vramfit.inference.kv_cache.block_store import BlockNumbers
-from vramfit.inference.kv_cache.cache_layout import CacheLayout, LayerKind, decoder_config, read_layout
+from vramfit.inference.kv_cache.cache_layout import (
+    CacheLayout,
+    HeadShape,
+    LayerKind,
+    decoder_config,
+    observed_heads,
+    read_layout,
+)
 from vramfit.inference.kv_cache.cache_memory import CacheMemory, CacheSettings
 from vramfit.inference.kv_cache.cached_batch import CachedBatch, Reading
 from vramfit.inference.kv_cache.kept_sequences import KeptSequences, ParkedSequences
@@ -114,7 +121,7 @@ class BlockCache(Cache):
                 f"{type(whole).__name__} has an encoder, whose states need a cache of their own",
                 "Use vramfit.inference.kv_cache.encoder_decoder.block_cache_pair(model, ...)",
             )
-        layout = checked_layout(self._config, window, sinks)
+        layout = checked_layout(self._config, window, sinks, observed_heads(model))
         if memory is None:
             settings = checked_settings(budget, tokens, block_tokens, numbers, host)
             memory = CacheMemory(settings, [layout])
@@ -236,6 +243,8 @@ class BlockCache(Cache):
             model: computes the common beginning in advance; None leaves it to ``generate``.
             max_new_tokens: what is to be generated, so that the scratch is made once.
             device: of the tensors returned; that of `model`, or the CPU, without it.
+
+        ``generate`` may repeat each prompt, for beams or several returned sequences: the copies share its blocks.
 
         Returns:
             ``input_ids`` and ``attention_mask``, for ``generate``, of `input_ids.shape[1]` columns: what is generated
@@ -381,7 +390,9 @@ class BlockCache(Cache):
             self.batch.select([0] * rows)
 
 
-def checked_layout(config: Any, window: Any, sinks: Any) -> CacheLayout:
+def checked_layout(
+    config: Any, window: Any, sinks: Any, heads: Mapping[int, HeadShape] | None = None
+) -> CacheLayout:
     """The layout of a decoder with a user's window.
 
     Raises:
@@ -394,7 +405,7 @@ def checked_layout(config: Any, window: Any, sinks: Any) -> CacheLayout:
         raise UsageError(
             "sinks are kept beside a window, and window is None", "Give window=1024, for example"
         )
-    layout = read_layout(config, window=window, sinks=sinks)
+    layout = read_layout(config, window=window, sinks=sinks, heads=heads)
     if window is not None and not any(group.kind is LayerKind.FORGETTING for group in layout.groups):
         raise UsageError("the model's layers have windows of their own", "Leave window out")
     return layout

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import enum
+import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import gcd
 from typing import Any
 
+import torch
+from torch import nn
+
 from vramfit.errors import UsageError
+from vramfit.torch_internals.dispatch import disable_current_modes
 
 
 class LayerKind(enum.Enum):
@@ -102,13 +108,52 @@ def decoder_config(model: Any) -> Any:
     return config.get_text_config(decoder=True)
 
 
-def read_layout(config: Any, *, window: int | None = None, sinks: int = 0) -> CacheLayout:
+def observed_heads(model: Any) -> dict[int, HeadShape] | None:
+    """What each layer of a decoder puts into a cache, seen in a call of a model of that configuration, without values.
+
+    Returns:
+        shapes of layers that keep keys and values; None where it is not seen: a configuration was given, or the model's
+        code does not run without values.
+
+    Raises:
+        UsageError: the model takes no cache.
+    """
+    if not isinstance(model, nn.Module):
+        return None
+    taken = inspect.signature(model.forward).parameters
+    if "past_key_values" not in taken and not any(one.kind is one.VAR_KEYWORD for one in taken.values()):
+        raise UsageError(f"{type(model).__name__} takes no past_key_values", _OTHERS)
+    from transformers import cache_utils
+
+    cache = cache_utils.DynamicCache(config=decoder_config(model))
+    try:
+        with disable_current_modes(), torch.device("meta"), torch.no_grad():
+            hollow: Any = type(model)(model.config).eval()  # the model's own hooks and weights stay out of it
+            hollow(input_ids=torch.zeros(1, 2, dtype=torch.int64), past_key_values=cache, use_cache=True)
+    except Exception:  # whatever its code makes of tensors without values
+        return None
+    found: dict[int, HeadShape] = {}
+    for layer, kept in enumerate(cache.layers):
+        keys, values = getattr(kept, "keys", None), getattr(kept, "values", None)
+        if isinstance(keys, torch.Tensor) and isinstance(values, torch.Tensor) and keys.dim() == 4:
+            found[layer] = HeadShape(heads=keys.shape[1], key_dim=keys.shape[-1], value_dim=values.shape[-1])
+    return found
+
+
+def read_layout(
+    config: Any,
+    *,
+    window: int | None = None,
+    sinks: int = 0,
+    heads: Mapping[int, HeadShape] | None = None,
+) -> CacheLayout:
     """The layout of a decoder's cache, as `transformers.DynamicCache` makes it for the same configuration.
 
     Args:
         config: of the decoder.
         window: columns that layers with full attention see, where they are to forget others.
         sinks: first tokens that they keep all the same.
+        heads: what layers were seen to keep (`observed_heads`); None takes what the configuration says.
 
     Raises:
         UsageError: the model has no attention, or layers that keep something else than keys and values.
@@ -121,8 +166,12 @@ def read_layout(config: Any, *, window: int | None = None, sinks: int = 0) -> Ca
     for layer, (kind, own) in enumerate(kinds):
         if kind is LayerKind.FULL and window is not None:
             kind, own = LayerKind.FORGETTING, window
-        if kind is not LayerKind.NOTHING:
-            alike.setdefault((_head_shape(config, layer, name), kind, own), []).append(layer)
+        if kind is LayerKind.NOTHING:
+            continue
+        if heads is not None and layer not in heads:
+            raise UsageError(f"layer {layer} of the model puts no keys and values into a cache", _OTHERS)
+        shape = _head_shape(config, layer, name) if heads is None else heads[layer]
+        alike.setdefault((shape, kind, own), []).append(layer)
     if not alike:
         raise UsageError(f"{name} has no attention, so there are no keys and values to keep", _OTHERS)
     groups = []
@@ -177,6 +226,10 @@ def _head_shape(config: Any, layer: int, name: str) -> HeadShape:
     own = config if own is None else own[layer]
     query_heads = getattr(own, "num_attention_heads", None)
     heads = getattr(own, "num_key_value_heads", None) or query_heads
+    if (
+        getattr(own, "new_decoder_architecture", None) is not None
+    ):  # Falcon: keys are repeated before they are cached
+        heads = 1 if own.multi_query and not own.new_decoder_architecture else query_heads
     width = getattr(own, "head_dim", None) or getattr(own, "d_kv", None)
     if width is None and isinstance(query_heads, int) and isinstance(getattr(own, "hidden_size", None), int):
         width = own.hidden_size // query_heads

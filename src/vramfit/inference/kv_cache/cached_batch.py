@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -27,6 +28,13 @@ from vramfit.inference.kv_cache.sequences import (
     release_passed,
     truncate,
 )
+
+T = TypeVar("T")
+
+
+def repeated(items: Sequence[T], copies: int) -> tuple[T, ...]:
+    """Each item as many times, one beside the other."""
+    return tuple(item for item in items for _ in range(copies))
 
 
 class Reading(enum.Enum):
@@ -255,6 +263,7 @@ class CachedBatch:
                 "Generate within torch.inference_mode() or torch.no_grad()",
             )
         batch, _, new, _ = keys.shape
+        self._repeat_prompt(batch)
         if self.rows and len(self.rows) != batch:
             raise UsageError(
                 f"the cache holds {len(self.rows)} sequences and is given states of {batch}",
@@ -287,6 +296,19 @@ class CachedBatch:
             index.add(done.slots[group], store)
             index.add(done.shared[group], store)
             self._writes.append(WriteIndex(done.slots[group], store, batch, self.width - new, new))
+
+    def _repeat_prompt(self, batch: int) -> None:
+        """Beams and several returned sequences: ``generate`` repeats each prompt, one beside the other."""
+        prompt = self._prompt
+        if prompt is None or self.width >= prompt.width or batch % len(prompt.columns):
+            return
+        copies = batch // len(prompt.columns)
+        if copies == 1 or (self.rows and len(self.rows) != len(prompt.columns)):
+            return
+        tokens = None if prompt.tokens is None else repeated(prompt.tokens, copies)
+        self._prompt = replace(prompt, columns=repeated(prompt.columns, copies), tokens=tokens)
+        if self.rows:
+            self.select([row for row in range(len(self.rows)) for _ in range(copies)])
 
     def _next_columns(
         self, rows: Sequence[TokenSequence], new: int

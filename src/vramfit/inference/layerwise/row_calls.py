@@ -259,13 +259,13 @@ class RowSession:
 
     def note_captured(self, value: Any) -> None:
         """Remember plain tensors that are read later."""
-        for tensor in _plain_tensors(value):
+        for tensor in plain_tensors(value):
             with contextlib.suppress(RuntimeError, NotImplementedError):  # without storage there are no views
                 self._captured[tensor.untyped_storage()._cdata] = weakref.ref(tensor)
 
     def before_change(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Compute what reads a plain tensor that is about to change in place."""
-        for tensor in _plain_tensors((args[:1], kwargs.get("out"))):
+        for tensor in plain_tensors((args[:1], kwargs.get("out"))):
             with contextlib.suppress(RuntimeError, NotImplementedError):
                 known = self._captured.get(tensor.untyped_storage()._cdata)
                 if known is not None and known() is not None:
@@ -480,16 +480,17 @@ def _natively(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)
 
 
-def _plain_tensors(value: Any) -> Iterator[torch.Tensor]:
+def plain_tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in plain containers that are not by rows."""
     if isinstance(value, torch.Tensor):
         if not isinstance(value, RowTensor):
             yield value
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _plain_tensors(item)
+            yield from plain_tensors(item)
     elif isinstance(value, dict):
         for item in value.values():
-            yield from _plain_tensors(item)
+            yield from plain_tensors(item)
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -19,15 +20,8 @@ from torch import nn
 
 from vramfit.errors import UsageError
 from vramfit.gpus import GpuSpec
-from vramfit.planner.live_choice import LiveModel, asked_about
-from vramfit.planner.planner_job import (
-    DeviceMemory,
-    FormatTableJob,
-    Found,
-    PlannerJob,
-    TryFormatsJob,
-    free_host_bytes,
-)
+from vramfit.planner.live_choice import LiveAnswers, LiveModel, live_answers
+from vramfit.planner.planner_job import FormatTableJob, TryFormatsJob, free_host_bytes
 from vramfit.planner.quantization.format_trial import FormatQuestion, TriedFormats
 from vramfit.techniques.quantization.byte_program import FormatProgram, FormatTable, LayerScores
 from vramfit.techniques.quantization.gradient_scores import gradient_scores
@@ -44,6 +38,7 @@ from vramfit.techniques.quantization.weight_formats import (
     check_card,
     has_format,
     quantisable,
+    shared_weights,
     why_not,
 )
 from vramfit.techniques.support.evaluation import in_evaluation
@@ -82,16 +77,14 @@ class Bytes(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class BytesElsewhere:
-    """Bytes of a live model, found by a process of its own on the virtual card."""
+    """Bytes of a live model, found by a process of its own on the virtual card; see `bytes_elsewhere`."""
 
-    live: LiveModel
-    question: FormatQuestion
-    progress: Progress | None = None
+    answers: LiveAnswers
 
     def table(self, formats: Sequence[WeightFormat]) -> FormatTable:
         """See `Bytes.table`."""
         names = tuple(one.value for one in formats)
-        return self._asked(
+        return self.answers.ask(
             lambda target, memory: FormatTableJob(target=target, memory=memory, formats=names), FormatTable
         )
 
@@ -99,17 +92,61 @@ class BytesElsewhere:
         """See `Bytes.reserved`; the limit is that of the live model's memory."""
         del limit
         plain = tuple({name: one.value for name, one in chosen.items()} for chosen in choices)
-        found = self._asked(
+        found = self.answers.ask(
             lambda target, memory: TryFormatsJob(target=target, memory=memory, choices=plain, enough=enough),
             TriedFormats,
         )
         return found.reserved
 
-    def _asked(self, job: Callable[[str, DeviceMemory], PlannerJob], kind: type[Found]) -> Found:
-        with in_evaluation(
-            self.live.model
-        ):  # as quality is measured: dropout would take memory that inference does not
-            return asked_about(self.live, self.question, job, kind, self.progress)
+
+@contextmanager
+def bytes_elsewhere(
+    live: LiveModel, question: FormatQuestion, progress: Progress | None = None
+) -> Iterator[BytesElsewhere]:
+    """Bytes of a live model, asked of one process, which ends with the block."""
+    with ExitStack() as stack:
+        # As quality is measured: dropout would take memory that inference does not.
+        with in_evaluation(live.model):
+            answers = stack.enter_context(live_answers(live, question, progress))
+        yield BytesElsewhere(answers=answers)
+
+
+def refuse_by_weights(
+    model: nn.Module, card: GpuSpec, limit: int, formats: Sequence[WeightFormat] | None = None
+) -> None:
+    """Refuse a budget that the weights alone exceed in the smallest formats; a sum, before anything is run.
+
+    Raises:
+        UsageError: they do, or the card has a format not.
+    """
+    asked = _formats(model, formats, card.name, card.compute_capability)
+    layers = quantisable(model)
+    tied = shared_weights(model)
+    tensors = {id(one): one.nbytes for one in (*model.parameters(), *model.buffers())}
+    linear = sum(layer.weight.nbytes for layer in layers.values() if id(layer.weight) not in tied)
+    least = 0
+    for layer in layers.values():
+        if id(layer.weight) not in tied:
+            bits = [_LEAST_BITS[one] for one in asked if not why_not(layer, one)]
+            least += min([layer.weight.nbytes, *(layer.weight.numel() * one // 8 for one in bits)])
+    others = sum(tensors.values()) - linear
+    if others + least > limit:
+        raise UsageError(
+            f"the weights alone take {format_bytes(others + least)} in the smallest formats, more than the budget of "
+            f"{format_bytes(limit)}: {format_bytes(least)} of linear layers ({format_bytes(linear)} as they are) and "
+            f"{format_bytes(others)} that no format is for",
+            "Allow more, allow other formats, or let layers wait on the host: vramfit.streamed",
+        )
+
+
+_LEAST_BITS = {
+    WeightFormat.INT8: 8,
+    WeightFormat.INT8_DYNAMIC: 8,
+    WeightFormat.INT4: 4,
+    WeightFormat.FP8: 8,
+    WeightFormat.FP8_WEIGHT_ONLY: 8,
+}
+"""Of a weight's element, without scales."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -84,7 +84,9 @@ def format_table(
         chosen = {name: one for name, (sizes, _) in weights.items() if one.value in sizes}
         if one is not WeightFormat.NONE and not chosen:
             continue
-        progress(f"the model in {one.value}")
+        progress(
+            "the plain model" if one is WeightFormat.NONE else f"the model with its weights in {one.value}"
+        )
         watching = Watching(names=tuple(names))
         cost = run_formats(device, make_model, question, chosen, watching)
         runs[one], uniform[one.value] = watching.runs[-1], cost.peak_reserved_bytes
@@ -108,7 +110,7 @@ def try_formats(
     """
     reserved: list[int] = []
     for number, chosen in enumerate(choices):
-        progress(f"choice {number + 1}")
+        progress(f"choice {number + 1} of formats, all layers together")
         reserved.append(run_formats(device, make_model, question, chosen).peak_reserved_bytes)
         if sum(one <= limit for one in reserved) >= enough:
             break

@@ -99,6 +99,11 @@ def has_format(one: WeightFormat, capability: Capability) -> bool:
 def why_not(layer: nn.Linear, one: WeightFormat) -> str:
     """Why a layer cannot have a format; empty where it can."""
     rows, columns = layer.weight.shape
+    if experts := getattr(layer, "experts", 0):  # see fused_experts.py
+        if one in (WeightFormat.INT8_DYNAMIC, WeightFormat.FP8):
+            return f"{one.value} rounds inputs too, and an expert is given too few rows at once for such products"
+        if one is WeightFormat.INT4 and rows // experts % 8:
+            return f"tiles of int4 have 8 rows, and an expert has {rows // experts}"
     if one is WeightFormat.INT4:
         if layer.weight.dtype is not torch.bfloat16:
             return f"int4 is for weights in bfloat16, and these are in {_short(layer.weight.dtype)}"
