@@ -9,9 +9,14 @@ from collections.abc import Generator, Iterator
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import HealthCheck, settings
 from tests import warm
 
 _searches = itertools.count()
+
+# A property holds however busy the machine is.
+settings.register_profile("without a clock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("without a clock")
 
 
 @pytest.hookimpl(wrapper=True)
