@@ -108,7 +108,7 @@ def test_a_step_that_stops_at_any_op_ends_as_it_would_have(
 
 
 def test_no_step_of_these_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vramfit.runtime.survival.guarded_step.copied", None)
+    monkeypatch.setattr("vramfit.runtime.survival.guarded_step.SliceCopy", None)
     for kind, options in WAYS:
         if kind.__name__ in RESUMABLE and not options.get("foreach"):
             _trained(kind, options, 2)
