@@ -50,6 +50,7 @@ LONG_SIGNATURES = {
     "inference/kv_cache/block_cache.py:__init__": _PUBLIC,
     "inference/kv_cache/capacity.py:sequences_that_fit": _PUBLIC,
     "planner/api.py:plan": _PUBLIC,
+    "planner/tile_choice.py:choose_tile": _PUBLIC,
     "planner/api.py:verify": _PUBLIC,
     "techniques/gradient_projection.py:__init__": _TORCH,
     "trace/builder.py:add": _COLUMNS,

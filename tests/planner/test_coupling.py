@@ -88,6 +88,6 @@ def test_what_cannot_be_tried_is_probed(coupled: bool, monkeypatch: pytest.Monke
         assert "with two dimensions of the batch. By shapes alone, since the model is too large" in found.note
     else:
         assert (found.setting is not None, found.known) == (True, False)
-        assert "it is used since it was allowed by its name" in found.note
+        assert "it is used under --numerics approximate alone" in found.note
     unnamed = micro_batch_trial.try_micro_batching(asked, _profile(asked))
     assert (unnamed.setting, unnamed.known) == (None, False)

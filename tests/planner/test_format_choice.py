@@ -252,7 +252,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[LiveModel]:
         found.append(live)
         raise UsageError("nobody is asked here")
 
-    monkeypatch.setattr("vramfit.planner.quantization.format_choice.asked_about", note)
+    monkeypatch.setattr("vramfit.planner.quantization.format_choice.live_answers", note)
     return found
 
 

@@ -22,7 +22,7 @@ from vramfit.errors import UsageError
 from vramfit.inference.receptive_field import USUAL_SECONDS
 from vramfit.inference.tile_refusal import tile_refusal
 from vramfit.inference.trial_comparison import (
-    Trial,
+    TriedTile,
     difference_of,
     kept_part,
     region_of,
@@ -35,7 +35,7 @@ from vramfit.inference.trial_parts import (
     slab_part,
     whole_part,
 )
-from vramfit.inference.trial_values import Outside
+from vramfit.inference.trial_values import OutsideValues
 from vramfit.inference.trial_ways import CheckedRun, at_your_word, find_way, least_parts
 
 _SHARE = 0.2
@@ -131,8 +131,8 @@ class _TileCheck:
         """Every tile of a part with one change beyond it, and with others while there is time."""
         values, model = self._way.values, self._way.model
         base = values.base(part.sizes)
-        kinds = list(Outside)
-        tiles: list[Trial] = []
+        kinds = list(OutsideValues)
+        tiles: list[TriedTile] = []
         until = time.monotonic() + _MORE_SECONDS
         scales: list[tuple[Fraction, ...]] = []
         for round_ in range(len(kinds)):
@@ -144,7 +144,7 @@ class _TileCheck:
                     given = values.tile(base, region_of(place), dark=number % 2 == 1)
                     alone = model.outputs(given)
                     scales = scales or [scales_of(one, place) for one in alone]
-                    tiles.append(Trial(place, given, alone))
+                    tiles.append(TriedTile(place, given, alone))
                 how = kinds[(self._changes + number + round_) % len(kinds)]
                 self._compare(part, tiles[number], values.beyond(base, how), scales, how)
         self._changes += len(part.tiles)
@@ -158,15 +158,15 @@ class _TileCheck:
             given = base[(slice(None), slice(None), *region_of(place))].clone()
             alone = model.outputs(given)
             scales = scales or [scales_of(one, place) for one in alone]
-            self._judge(part, Trial(place, given, alone), base, outputs, scales, Outside.NOISE)
+            self._judge(part, TriedTile(place, given, alone), base, outputs, scales, OutsideValues.NOISE)
 
     def _compare(
         self,
         part: TrialPart,
-        trial: Trial,
+        trial: TriedTile,
         whole: torch.Tensor,
         scales: list[tuple[Fraction, ...]],
-        how: Outside,
+        how: OutsideValues,
     ) -> None:
         whole[(slice(None), slice(None), *region_of(trial.place))] = trial.given
         self._judge(part, trial, whole, self._way.model.outputs(whole), scales, how)
@@ -174,11 +174,11 @@ class _TileCheck:
     def _judge(
         self,
         part: TrialPart,
-        trial: Trial,
+        trial: TriedTile,
         whole: torch.Tensor,
         outputs: list[torch.Tensor],
         scales: list[tuple[Fraction, ...]],
-        how: Outside,
+        how: OutsideValues,
     ) -> None:
         """Refuse a tile whose kept part differs from that of the run over all."""
         if len(outputs) != len(trial.alone):
@@ -196,7 +196,7 @@ class _TileCheck:
             raise self._refusal(part, trial, whole, worst * self._allowed(outputs[0]), how)
 
     def _refusal(
-        self, part: TrialPart, trial: Trial, whole: torch.Tensor, difference: float, how: Outside
+        self, part: TrialPart, trial: TriedTile, whole: torch.Tensor, difference: float, how: OutsideValues
     ) -> UsageError:
         return tile_refusal(
             part,

@@ -7,10 +7,10 @@ import torch
 from vramfit.errors import UsageError
 from vramfit.inference.tile_grid import TileLayout
 from vramfit.inference.trial_cause import TrialRun, first_difference
-from vramfit.inference.trial_comparison import Trial, region_of, short_text
+from vramfit.inference.trial_comparison import TriedTile, region_of, short_text
 from vramfit.inference.trial_model import TrialModel
 from vramfit.inference.trial_parts import TrialPart
-from vramfit.inference.trial_values import Outside, TrialValues
+from vramfit.inference.trial_values import OutsideValues, TrialValues
 
 _OTHER = "tiles would give another result than the whole run: "
 _INSTEAD = (
@@ -21,11 +21,11 @@ _INSTEAD = (
 
 def tile_refusal(
     part: TrialPart,
-    trial: Trial,
+    trial: TriedTile,
     whole: torch.Tensor,
     *,
     difference: float,
-    how: Outside,
+    how: OutsideValues,
     layout: TileLayout,
     model: TrialModel,
     values: TrialValues,
@@ -47,7 +47,7 @@ def tile_refusal(
     share = (
         f"by {difference:.2g} of the largest value" if difference < 1e6 else "in its shape or by no number"
     )
-    for other in Outside:
+    for other in OutsideValues:
         changed = values.beyond(values.base(part.sizes), other)
         changed[(slice(None), slice(None), *region_of(trial.place))] = trial.given
         cause = first_difference(

@@ -11,7 +11,7 @@ from vramfit.inference.tile_grid import AxisTile
 
 
 @dataclass(frozen=True)
-class Trial:
+class TriedTile:
     """A tile that is tried.
 
     Attributes:

@@ -17,7 +17,7 @@ _DARK = 0.02
 """What every other tile is scaled by, so that the brightest value of the whole is not in each of them."""
 
 
-class Outside(Enum):
+class OutsideValues(Enum):
     """How everything beyond a tile is replaced."""
 
     NOISE = "noise"
@@ -75,21 +75,21 @@ class TrialValues:
             return part.clone()
         return self._fitted(part * _DARK if part.is_complex() else part.double() * _DARK)
 
-    def beyond(self, whole: torch.Tensor, how: Outside) -> torch.Tensor:
+    def beyond(self, whole: torch.Tensor, how: OutsideValues) -> torch.Tensor:
         """An input of the same sizes with other values everywhere."""
         if self._counts:
-            lowest = {Outside.HIGH: self._tokens.max(), Outside.LOW: self._tokens.min()}.get(how)
+            lowest = {OutsideValues.HIGH: self._tokens.max(), OutsideValues.LOW: self._tokens.min()}.get(how)
             return self.base(whole.shape[2:]) if lowest is None else lowest.expand(whole.shape).clone()
         spread = self.high - self.low
         values = whole if whole.is_complex() else whole.double()
-        if how is Outside.NOISE:
+        if how is OutsideValues.NOISE:
             return self.base(whole.shape[2:])
-        if how is Outside.SCALED:
+        if how is OutsideValues.SCALED:
             return self._fitted(values * 4)
-        if how is Outside.SHIFTED:
+        if how is OutsideValues.SHIFTED:
             return self._fitted(values + 2 * spread)
         return self._fitted(
-            torch.full_like(values, self.high + spread if how is Outside.HIGH else self.low - spread)
+            torch.full_like(values, self.high + spread if how is OutsideValues.HIGH else self.low - spread)
         )
 
     def _fitted(self, values: torch.Tensor) -> torch.Tensor:
