@@ -132,7 +132,8 @@ def test_a_budget_below_one_layer_and_one_that_is_too_small_are_said_with_figure
     with pytest.raises(UsageError, match=r"with 1 of 7 layers on the card at once the example reserves \d+"):
         find(17 * MIB, model)
     with pytest.raises(
-        UsageError, match=r"weights of 105\.77 MiB and .* more than the budget of 100\.00 MiB"
+        UsageError,
+        match=r"weights of 105\.77 MiB, 25\.13 MiB of .* in segments .* more than the budget of 100\.00 MiB",
     ):
         find(100 * MIB, model, never=True)
 
