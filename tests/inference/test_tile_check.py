@@ -50,6 +50,54 @@ def coordinates(net: Net, x: Tensor) -> Tensor:
     return found
 
 
+def grid(net: Net, x: Tensor) -> Tensor:
+    down, along = torch.meshgrid(
+        *(torch.linspace(-1, 1, length, dtype=x.dtype) for length in x.shape[-2:]), indexing="ij"
+    )
+    found: Tensor = net.first(
+        torch.cat((x, torch.stack([down, along]).expand(len(x), 2, *x.shape[-2:])), dim=1)
+    )
+    return found
+
+
+def positions(net: Net, x: Tensor) -> Tensor:
+    table = net.second.weight[None, 0].to(x.dtype)
+    found: Tensor = net.first(x + F.interpolate(table, size=x.shape[-2:], mode="bicubic"))
+    return found
+
+
+def pyramid(net: Net, x: Tensor) -> Tensor:
+    wide = net.first(x)
+    found: Tensor = net.second(wide + F.interpolate(F.adaptive_avg_pool2d(wide, 2), size=wide.shape[-2:]))
+    return found
+
+
+def cropped_transposed(net: Net, x: Tensor) -> Tensor:
+    low = F.relu(F.conv2d(x, net.first.weight, stride=2, padding=1))
+    high = F.conv_transpose2d(low, net.second.weight, stride=2, padding=1, output_padding=1)
+    found: Tensor = net.first(x) + high[..., : x.shape[-2], : x.shape[-1]]
+    return found
+
+
+def padded_to_eight(net: Net, x: Tensor) -> Tensor:
+    padded = F.pad(x, (0, -x.shape[-1] % 8, 0, -x.shape[-2] % 8), mode="reflect")
+    low = F.relu(F.avg_pool2d(net.first(padded), 8))
+    found: Tensor = net.first(x) + F.interpolate(low, scale_factor=8)[..., : x.shape[-2], : x.shape[-1]]
+    return found
+
+
+def densely(net: Net, x: Tensor) -> Tensor:
+    wide = x
+    for _ in range(2):
+        wide = F.leaky_relu(net.first(torch.cat([wide, x], 1)[:, ::2]), 0.2) * 0.2 + wide
+    return F.pixel_shuffle(torch.cat([wide, net.second(wide)], 1)[:, :4], 2)
+
+
+def mirrored(net: Net, x: Tensor) -> Tensor:
+    found: Tensor = net.first(x) + net.first(x.flip(-1)).flip(-1)
+    return found
+
+
 def by_size(net: Net, x: Tensor) -> Tensor:
     found: Tensor = net.first(x) if x.shape[-1] * x.shape[-2] < 2000 else net.second(net.first(x))
     return found
@@ -77,6 +125,12 @@ def picture(*sizes: int) -> Tensor:
         (by_brightness, "max"),
         (lambda net, x: net.first(x.roll(3, -1)), "roll"),
         (lambda net, x: net.first(x) / x.shape[-1], "size"),
+        (lambda net, x: net.second(net.first(x).flatten(2).softmax(-1).view_as(x)), "softmax"),
+        (lambda net, x: net.first(F.normalize(x.flatten(1), dim=1).view_as(x)), "through all of"),
+        (lambda net, x: net.first(x - x[..., :1, :1]), "rows|through|borders"),
+        (lambda net, x: net.second(net.first(x).cumsum(-1)), "cumsum"),
+        (pyramid, "adaptive_avg_pool2d"),
+        (positions, "count from the borders"),
     ],
 )
 def test_what_looks_at_all_of_its_input_is_refused(use: Any, cause: str) -> None:
@@ -93,8 +147,9 @@ def test_the_brightest_pixel_in_every_tile_hides_nothing() -> None:
 
 
 def test_coordinates_that_are_concatenated_are_refused() -> None:
-    with pytest.raises(UsageError, match="count from the borders"):
-        vramfit.tiled(Net(coordinates, channels=4), picture(66, 48), tile=24)
+    for use, channels in ((coordinates, 4), (grid, 5)):
+        with pytest.raises(UsageError, match="count from the borders"):
+            vramfit.tiled(Net(use, channels=channels), picture(66, 48), tile=24)
 
 
 def test_what_decides_by_the_size_is_refused_though_small_inputs_do_not_show_it() -> None:
@@ -124,6 +179,11 @@ def test_a_skip_at_an_odd_size_is_refused_and_at_an_even_one_exact(mode: str) ->
         lambda net, x: F.conv2d(x, net.first.weight, padding=4, dilation=4),
         lambda net, x: net.first(x).argmax(1, keepdim=True).to(x.dtype),
         lambda net, x: F.interpolate(net.first(x)[..., ::2, ::2], scale_factor=2),
+        lambda net, x: net.first(x * (torch.arange(x.shape[-1], dtype=x.dtype) % 4)),
+        cropped_transposed,
+        padded_to_eight,
+        densely,
+        mirrored,
     ],
 )
 def test_local_networks_are_not_refused(use: Any, size: tuple[int, int]) -> None:
