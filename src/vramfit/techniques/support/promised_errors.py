@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from vramfit.techniques import Numerics
+from vramfit.techniques.core.technique import Numerics
 
 ROUNDING_ERROR = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Part of a tensor's norm by which another order of sums may change it, by its dtype: of a gradient its parameter's."""
