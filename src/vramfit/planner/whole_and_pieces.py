@@ -38,7 +38,6 @@ from vramfit.techniques.gradient_caching import (
     encoder_candidates,
 )
 from vramfit.techniques.micro_batching import (
-    Cut,
     MicroBatchingSetting,
     Reduction,
     batch_norms,
@@ -46,6 +45,7 @@ from vramfit.techniques.micro_batching import (
     find_cut,
     find_labels,
 )
+from vramfit.techniques.support.batch_cut import Cut
 from vramfit.techniques.support.no_dropout import NothingDropped, silence_dropout
 from vramfit.techniques.support.uneven_batch import Varied, classes_of_examples, made_ragged, made_uneven
 from vramfit.torch_internals.layers import BatchNorm

@@ -22,6 +22,7 @@ from vramfit.techniques.core.attached_program import AttachedProgram, AttachStag
 from vramfit.techniques.core.model_profile import Profile
 from vramfit.techniques.core.piece_state import PieceState
 from vramfit.techniques.core.technique import Numerics, Promise, Setting, Technique
+from vramfit.techniques.support.batch_cut import Cut, is_plain
 from vramfit.torch_internals.layers import BatchNorm
 from vramfit.workload import Batch
 from vramfit.workload.containers import mapped
@@ -286,36 +287,6 @@ def _shifts(model: nn.Module) -> bool:
 # -- cutting a batch along its batch dimension ---------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Cut:
-    """How a batch is cut.
-
-    Attributes:
-        size: its examples.
-        examples: whether lists inside it hold one entry for each example, as in object detection.
-        uncut: names of what goes to every piece as it is.
-    """
-
-    size: int
-    examples: bool = False
-    uncut: tuple[str, ...] = ()
-
-    def piece(self, batch: Batch, start: int, stop: int) -> Batch:
-        """The examples from `start` to before `stop`: views of the tensors, in the containers of the batch."""
-        if isinstance(batch, torch.Tensor):
-            return batch[start:stop] if batch.dim() and batch.shape[0] == self.size else batch
-        if isinstance(batch, list | tuple) and len(batch) == self.size and self._one_of_each(batch):
-            return batch[start:stop]
-
-        def part(name: str, value: Any) -> Any:
-            return value if name in self.uncut else self.piece(value, start, stop)
-
-        return mapped(batch, part)
-
-    def _one_of_each(self, batch: list[Any] | tuple[Any, ...]) -> bool:
-        return (self.examples and type(batch) is list) or all(_is_plain(item) for item in batch)
-
-
 def find_cut(batch: Batch, uncut: tuple[str, ...] = ()) -> Cut:
     """How a batch can be cut: along the leading size that its tensors share.
 
@@ -385,13 +356,9 @@ def _lists(batch: Batch, uncut: tuple[str, ...], *, outermost: bool = True) -> I
     if isinstance(batch, torch.Tensor):
         return
     if isinstance(batch, list) and batch:
-        parts = outermost and not all(isinstance(item, Mapping) or _is_plain(item) for item in batch)
+        parts = outermost and not all(isinstance(item, Mapping) or is_plain(item) for item in batch)
         if not parts:
             yield batch
             return
     for value in _entries(batch, uncut):
         yield from _lists(value, uncut, outermost=False)
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, str | bytes | int | float)

@@ -28,11 +28,11 @@ from vramfit.runtime.survival.survival_settings import SurvivalSettings
 from vramfit.techniques import AttachedProgram, Choice, Piece, find_technique
 from vramfit.techniques.micro_batching import (
     BatchNormalisation,
-    Cut,
     MicroBatchingSetting,
     batch_norms,
     find_cut,
 )
+from vramfit.techniques.support.batch_cut import Cut
 from vramfit.techniques.support.no_dropout import nothing_dropped
 from vramfit.techniques.support.promised_errors import ROUNDING_ERROR
 from vramfit.techniques.support.uneven_batch import IGNORED, made_ragged

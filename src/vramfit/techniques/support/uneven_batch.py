@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vramfit.techniques.micro_batching import Cut
+from vramfit.techniques.support.batch_cut import Cut
 from vramfit.workload import Batch
 from vramfit.workload.containers import mapped
 
