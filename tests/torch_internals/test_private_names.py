@@ -67,7 +67,8 @@ OF_OTHERS = {
     ),
     "other libraries": (
         "_active _attn_implementation _attn_implementation_internal _choose_qparams_affine_tinygemm _cpu _default"
-        " _dequantize_affine_tinygemm _experts_implementation _file_openers _instance _make_closure _make_tensor _quantize_affine_tinygemm"
+        " _dequantize_affine_tinygemm _experts_implementation _file_openers _instance"
+        " _make_closure _make_tensor _quantize_affine_tinygemm"
         " _set_data_type _set_dlhandle_cudnn _set_sync_gradients _supports_attention_backend _supports_logits_to_keep"
         " _supports_sdpa _validate_launch_command"
     ),
