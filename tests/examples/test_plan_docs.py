@@ -24,9 +24,9 @@ from vramfit.techniques import all_techniques
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "plan.md").read_text(encoding="utf-8")
 SNIPPETS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 (WORKLOAD,) = (snippet for snippet in SNIPPETS if "training = Workload(" in snippet)
-(LOOP,) = (snippet for snippet in SNIPPETS if "plan.split(batch)" in snippet)
+LOOP, ACCELERATED = (snippet for snippet in SNIPPETS if "plan.split(batch)" in snippet)
 (PYTHON,) = (snippet for snippet in SNIPPETS if "vramfit.plan(" in snippet)
-OTHERS = [snippet for snippet in SNIPPETS if snippet not in (WORKLOAD, LOOP, PYTHON)]
+OTHERS = [snippet for snippet in SNIPPETS if snippet not in (WORKLOAD, LOOP, ACCELERATED, PYTHON)]
 __all__ = ["fit_interpreter"]  # the loop goes backward on the CPU, other tests on the virtual GPU
 COMMANDS = re.findall(r"^ {4}(vramfit .+)$", TEXT, re.MULTILINE)
 
@@ -66,20 +66,26 @@ def test_the_workload_takes_a_step() -> None:
 
 
 @pytest.mark.usefixtures("fit_interpreter")
-def test_the_loop_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("loop", [LOOP, ACCELERATED], ids=["plain", "accelerate"])
+def test_the_loop_trains(loop: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    _plan(activation_checkpointing=_layers(), micro_batching={"count": 2}).save("plan.toml")
+    plan = _plan(activation_checkpointing=_layers(), micro_batching={"count": 2})
+    plan.save("plan.toml")
     workload = shown_workload()
     model = MyModel()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    names = {
+    names: dict[str, Any] = {
         "vramfit": vramfit,
+        "plan": plan,
         "model": model,
         "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
         "loader": [workload.batch(batch_size=4, sequence_length=8) for _ in range(2)],
         "loss_of": workload.loss,
     }
-    exec(LOOP, names)
+    if loop is ACCELERATED:
+        accelerate = pytest.importorskip("accelerate")
+        names["accelerator"] = accelerate.Accelerator(cpu=True)
+    exec(loop, names)
     assert names["model"] is model
     assert all(not torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
