@@ -32,7 +32,9 @@ def test_a_service_answers_a_request_in_parts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("script", "limit"), [("surviving_trainer.py", "1.5"), ("surviving_fit.py", "2.5")], ids=["trainer", "fit"]
+    ("script", "limit"),
+    [("surviving_trainer.py", "1.5"), ("surviving_fit.py", "2.5")],
+    ids=["trainer", "fit"],
 )
 def test_a_trainers_loop_goes_on(script: str, limit: str) -> None:
     said = _on_card(f"examples/survive/{script}", "--longest", "2048", "--limit", limit)
