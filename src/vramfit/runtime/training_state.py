@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from vramfit.errors import UsageError
+from vramfit.runtime.state.check_sums import CheckSums, bytes_of_array
 from vramfit.runtime.state.declared import DeclaredState
 from vramfit.runtime.state.reach import reached_from
 from vramfit.runtime.state.state_notes import StateNote, on_the_host
@@ -82,7 +83,9 @@ class TrainingState:
         values = [one for one in tensors if by_name is None or id(one) in by_name or one.nbytes <= _UNNAMED]
         copied = set(map(id, values))
         watched = [one for one in tensors if id(one) not in copied]
-        arrays = [one for one in reached.arrays if one.nbytes <= _UNNAMED]
+        arrays = [one for one in reached.arrays if bytes_of_array(one) <= _UNNAMED]
+        noted = set(map(id, arrays))
+        self._silent = CheckSums((*watched, *(one for one in reached.arrays if id(one) not in noted)))
         self._note = StateNote(reached, values, watched, device, arrays=arrays, on_host=True)
         self._states = self._declared.noted()
         self._gradients = [
@@ -104,6 +107,10 @@ class TrainingState:
             if id(parameter) not in kept:
                 parameter.grad = None
         left = [one.what for one in self._note.restore() if one.what.startswith("a tensor")]
+        left += [
+            "a large array" if not isinstance(one, torch.Tensor) else "a large tensor"
+            for one in self._silent.written()
+        ]
         self._declared.restore(self._states)
         for gradient in self._gradients:
             gradient.restore()

@@ -18,20 +18,21 @@ import sysconfig
 import threading
 import types
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
+from vramfit.runtime.state.check_sums import is_array
 from vramfit.runtime.state.generators import is_generator
 
 MOST = 100_000
 """Objects that are looked at."""
 
-_LONG = 10_000
-"""Entries of a list from which on its elements are not followed: it is data."""
+LONG = 10_000
+"""Entries of a container from which on what they hold is far: it may be data, and is not looked at in every step."""
 
 _HOOKS = ("_hooks", "_hooks_with_kwargs")
 
@@ -59,10 +60,11 @@ class Reached:
         classes: with the names of their attributes that are values.
         cells: of closures.
         tensors: with memory.
-        arrays: of NumPy.
+        arrays: of NumPy or Python, and views of memory.
         generators: random ones.
         streams: what gives one value after the other and cannot be set back: iterators, and Python's generators.
         modules: of torch.
+        far: what containers of more than `LONG` entries hold; None where there are no such.
         whole: whether everything was followed.
     """
 
@@ -77,6 +79,7 @@ class Reached:
     generators: list[Any] = field(default_factory=list)
     streams: list[Any] = field(default_factory=list)
     modules: list[nn.Module] = field(default_factory=list)
+    far: Reached | None = None
     whole: bool = True
 
 
@@ -106,6 +109,8 @@ def stream_position(stream: Any) -> tuple[Any, ...]:
         place = -1 if frame is None else frame.f_lasti
         held = () if frame is None else tuple(map(id, frame.f_locals.values()))
         return (place, *held)
+    if type(stream).__module__ == "builtins" and hasattr(stream, "__length_hint__"):
+        return (stream.__length_hint__(),)  # an iterator over a list, a range, ...
     return (object(),)
 
 
@@ -117,10 +122,22 @@ class _Walk:
         self._alive: list[Any] = list(without)
         self._seen = set(map(id, self._alive))
         self._waiting: collections.deque[Any] = collections.deque()
+        self._far: list[Any] = []
         self.code_names: set[str] = set()
 
     def follow(self, roots: Iterable[Any]) -> None:
-        """Look at everything that the roots lead to, as far as `MOST` allows."""
+        """Look at everything that the roots lead to, as far as `MOST` allows; at last at what is far."""
+        self._near(roots)
+        if self._far:
+            near, self.found, far = self.found, Reached(), self._far
+            while far:
+                self._far = []
+                self._near(far)
+                far = self._far
+            self.found, near.far = near, self.found
+            near.whole = near.whole and near.far.whole
+
+    def _near(self, roots: Iterable[Any]) -> None:
         self._add(roots)
         count = 0
         while self._waiting:
@@ -158,24 +175,28 @@ class _Walk:
             self._entries(value)
         elif isinstance(value, list | collections.deque):
             found.sequences.append(value)
-            if len(value) <= _LONG:
-                self._add(value)
+            self._elements(value)
         elif isinstance(value, set | bytearray):
             found.sequences.append(value)
         elif isinstance(value, tuple | frozenset):
-            if len(value) <= _LONG:
-                self._add(value)
+            self._elements(value)
         elif isinstance(value, _PASSED_BY):
             return
-        elif _is_array(value):
+        elif is_array(value):
             found.arrays.append(value)
         else:
             self._object(value)
 
     def _entries(self, mapping: dict[Any, Any]) -> None:
-        if len(mapping) <= _LONG:
+        if len(mapping) <= LONG:
             self._add(key for key in mapping if isinstance(key, torch.Tensor))
-            self._add(mapping.values())
+        self._elements(mapping.values())
+
+    def _elements(self, values: Collection[Any]) -> None:
+        if len(values) <= LONG:
+            self._add(values)
+        else:
+            self._far += values
 
     def _tensor(self, tensor: torch.Tensor) -> None:
         parts = getattr(tensor, "__tensor_flatten__", None)
@@ -302,11 +323,6 @@ def _content(cell: Any) -> Iterator[Any]:
         yield cell.cell_contents
     except ValueError:  # not set yet
         return
-
-
-def _is_array(value: Any) -> bool:
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, numpy.ndarray)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -8,13 +8,14 @@ only autograd's count of writes is noted, which tells afterwards that one was wr
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from vramfit.runtime.oom_forms import recognised
+from vramfit.runtime.state.check_sums import CheckSums, copy_of_array, write_array
 from vramfit.runtime.state.generators import GeneratorStates
 from vramfit.runtime.state.reach import (
     Reached,
@@ -46,19 +47,17 @@ class ContainersNote:
 
     Args:
         reached: whose containers are noted.
-        limit: of each kind, no more than so many, the nearest first.
     """
 
-    def __init__(self, reached: Reached, limit: int | None = None) -> None:
-        self._mappings = [(one, dict(one)) for one in reached.mappings[:limit]]
-        self._sequences = [(one, list(one)) for one in reached.sequences[:limit]]
+    def __init__(self, reached: Reached) -> None:
+        self._mappings = [(one, dict(one)) for one in reached.mappings]
+        self._sequences = [(one, list(one)) for one in reached.sequences]
         self._names = [
-            (one, {name: one[name] for name in names if name in one}, names)
-            for one, names in reached.names[:limit]
+            (one, {name: one[name] for name in names if name in one}, names) for one, names in reached.names
         ]
-        self._cells = [(one, _content(one)) for one in reached.cells[:limit]]
-        self._slots = [(one, slots_of(one)) for one in reached.slots[:limit]]
-        self._classes = [(one, values_of_class(one)) for one in reached.classes[:limit]]
+        self._cells = [(one, _content(one)) for one in reached.cells]
+        self._slots = [(one, slots_of(one)) for one in reached.slots]
+        self._classes = [(one, values_of_class(one)) for one in reached.classes]
         self._training = [(one, one.training) for one in reached.modules]
 
     def restore(self) -> None:
@@ -89,6 +88,15 @@ class ContainersNote:
         for module, training in self._training:
             if module.training is not training:
                 module.training = training
+
+    def differs(self) -> bool:
+        """Whether a mapping, a sequence, a cell or a slot has another content now."""
+        return (
+            any(not _same_items(mapping, items) for mapping, items in self._mappings)
+            or any(not _same_elements(sequence, elements) for sequence, elements in self._sequences)
+            or any(_content(cell) is not content for cell, content in self._cells)
+            or any(slots_of(owner) != values for owner, values in self._slots)
+        )
 
     def has_changed(self, mappings: Iterable[dict[str, Any]]) -> bool:
         """Whether one of some mappings, or a sequence in one, has other contents now."""
@@ -185,6 +193,31 @@ class TensorsNote:
         ]
 
 
+class FarNote:
+    """What very long containers hold, as it was when it was last looked at: it is not copied, but compared.
+
+    Args:
+        far: what they hold.
+        without: tensors that are copied, by ``id``.
+    """
+
+    def __init__(self, far: Reached, *, without: Container[int] = ()) -> None:
+        self._containers = ContainersNote(far)
+        self._values = CheckSums(one for one in (*far.tensors, *far.arrays) if id(one) not in without)
+
+    def tensors_written(self) -> list[torch.Tensor]:
+        """Tensors that were written since."""
+        return [one for one in self._values.written(counted=True) if isinstance(one, torch.Tensor)]
+
+    def containers_differ(self) -> bool:
+        """Whether a container has another content since."""
+        return self._containers.differs()
+
+    def differs(self) -> bool:
+        """Whether anything was written since."""
+        return self._containers.differs() or bool(self._values.written(counted=True))
+
+
 class StateNote:
     """All that an attempt may change, as it is now. See NOTE [Contents by reference, values by copy].
 
@@ -193,8 +226,7 @@ class StateNote:
         values: tensors whose values are copied.
         watched: tensors whose writes are noticed.
         device: whose generator the step draws from.
-        limit: see `ContainersNote`.
-        arrays: of NumPy, whose values are copied.
+        arrays: whose values are copied.
     """
 
     def __init__(
@@ -204,14 +236,13 @@ class StateNote:
         watched: Sequence[torch.Tensor],
         device: torch.device,
         *,
-        limit: int | None = None,
         arrays: Sequence[Any] = (),
         on_host: bool = False,
     ) -> None:
         self.generators = GeneratorStates.of(device, reached.generators)
-        self.containers = ContainersNote(reached, limit)
+        self.containers = ContainersNote(reached)
         self.tensors = TensorsNote(values, watched, on_host=on_host)
-        self.arrays = [(array, array.copy()) for array in arrays]
+        self.arrays = [(array, copy_of_array(array)) for array in arrays]
         self._streams = [(stream, stream_position(stream)) for stream in reached.streams]
 
     def restore(self) -> list[Unrestored]:
@@ -219,7 +250,7 @@ class StateNote:
         self.containers.restore()
         left = self.tensors.restore()
         for array, values in self.arrays:
-            array[...] = values
+            write_array(array, values)
         self.generators.restore()
         return left + [Unrestored(what=f"a {type(stream).__name__}") for stream in self.moved_streams()]
 

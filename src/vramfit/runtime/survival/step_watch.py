@@ -2,36 +2,32 @@
 
 NOTE [What a step moves]: containers are noted before every step, a copy of references. Copies of tensors cost memory
 and time, so only those are copied that a step writes. Which these are shows in the first steps: the count of writes of
-every tensor in reach, and a sum over its bits in the very first step, for writes by ``.data``, which are not counted.
-Until then, buffers and small tensors are copied. A tensor that is written for the first time in an attempt that fails
-was not copied: then the step is not called again, since it would begin from something else.
+every tensor in reach, and check sums over bits, for arrays and for writes by ``.data``, which nobody counts: before and
+after the first step, after the second, the fourth, the eighth. Until then, buffers and small tensors are copied. What
+is written for the first time in an attempt that fails was not copied: then the step is not called again, since it would
+begin from something else; nor is it where a check sum is another than when it was last taken.
 """
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from vramfit.runtime.state.check_sums import CheckSums, array_has, bytes_of_array
 from vramfit.runtime.state.declared import DeclaredState
-from vramfit.runtime.state.reach import Reached, reached_from
-from vramfit.runtime.state.state_notes import StateNote, Unrestored, version_of
-from vramfit.torch_internals.fake_tensors import FakeTensor
+from vramfit.runtime.state.reach import MOST, Reached, reached_from
+from vramfit.runtime.state.state_notes import FarNote, StateNote, Unrestored, version_of
 from vramfit.torch_internals.layers import NormBase
-
-_CONTAINERS = 512
-"""Containers of each kind that are noted before every step: some 0.1 us each."""
+from vramfit.units import format_bytes
 
 _AT_FIRST, _IN_ALL = 1 << 20, 64 << 20
 """Bytes of a tensor that is copied before the first step although nobody knows yet if it is written, and of all."""
 
 _TINY, _TINY_ONES = 4096, 32
 """Bytes of a tensor that is always copied, and how many of them."""
-
-_MOST_WATCHED = 4096
 
 
 class WatchedNote:
@@ -40,7 +36,8 @@ class WatchedNote:
     Args:
         note: what is put back.
         own: versions of the trained parameters.
-        sums: over the bits of tensors, in the first step.
+        silent: values that nobody copied, and whose writes nobody counts, as they were last seen.
+        far: what very long containers hold, as it was last seen.
         declared: copies of states by ``state_dict``.
     """
 
@@ -48,10 +45,11 @@ class WatchedNote:
         self,
         note: StateNote,
         own: list[tuple[torch.Tensor, int]],
-        sums: dict[int, int],
+        silent: CheckSums,
+        far: FarNote | None,
         declared: list[tuple[Any, Any]],
     ) -> None:
-        self.note, self.own, self.sums, self._declared = note, own, sums, declared
+        self.note, self.own, self.silent, self.far, self._declared = note, own, silent, far, declared
 
     def restore(self) -> list[Unrestored]:
         """Put back all that is noted; what cannot be put back is returned."""
@@ -59,7 +57,11 @@ class WatchedNote:
         DeclaredState.restore(self._declared)
         copied = self.note.tensors.holds
         written = [one for one, version in self.own if version_of(one) != version and not copied(one)]
-        return left + [Unrestored(what=f"a parameter of shape {tuple(one.shape)}") for one in written]
+        left += [Unrestored(what=f"a parameter of shape {tuple(one.shape)}") for one in written]
+        left += [Unrestored(what=_in_words(one)) for one in self.silent.written()]
+        if self.far is not None and self.far.differs():
+            left.append(Unrestored(what=_FAR))
+        return left
 
 
 class StepWatch:
@@ -90,25 +92,24 @@ class StepWatch:
         self.problems: list[str] = []
         self._moved: dict[int, torch.Tensor] = {}
         self._moved_arrays: dict[int, Any] = {}
+        self._silent = CheckSums()
+        self._far: FarNote | None = None
         self.steps = 0
         self._look()
 
     def note(self) -> WatchedNote:
         """What is there now."""
-        first = self.steps == 0
         note = StateNote(
             self._reached,
             self._values,
             self._watched,
             self._device,
-            limit=None if first else _CONTAINERS,
             arrays=self._arrays,
         )
         own = [(one, version_of(one)) for one in self._parameters]
-        sums = {}
-        if first:
-            sums = {id(one): bits_of(one) for one in (*self._watched, *self._parameters)}
-        return WatchedNote(note, own, sums, self._declared.noted())
+        if self.steps == 0:
+            self._silent = CheckSums((*self._watched, *self._unseen_arrays, *self._parameters))
+        return WatchedNote(note, own, self._silent, self._far, self._declared.noted())
 
     def after_step(self, noted: WatchedNote) -> list[str]:
         """Compare what is there after a step that went well with what was there before.
@@ -119,22 +120,30 @@ class StepWatch:
         self.steps += 1
         moved = noted.note.tensors.written()
         moved += [one for one, version in noted.own if version_of(one) != version]
-        moved += [
-            one
-            for one in (*self._watched, *self._parameters)
-            if id(one) in noted.sums and bits_of(one) != noted.sums[id(one)]
-        ]
+        looks = self.steps & (self.steps - 1) == 0  # after the 1st, 2nd, 4th, 8th, ...
+        silent = noted.silent.written() if looks else []
+        moved += [one for one in silent if isinstance(one, torch.Tensor)]
+        far_moves = looks and noted.far is not None and noted.far.containers_differ()
+        if looks and noted.far is not None:
+            moved += noted.far.tensors_written()
         if self.steps == 1:
             moved += noted.note.tensors.differing()
         unknown = {id(one): one for one in moved if id(one) not in self._moved}
         self._moved |= unknown
-        if self.steps == 1:
-            arrays = [array for array, before in noted.note.arrays if array.tobytes() != before.tobytes()]
-            self._moved_arrays = {id(array): array for array in arrays}
+        self._moved_arrays |= {id(one): one for one in silent if not isinstance(one, torch.Tensor)}
+        if looks:
+            written = [one for one, before in noted.note.arrays if not array_has(one, before)]
+            self._moved_arrays |= {id(one): one for one in written}
         streams = noted.note.moved_streams()
-        if unknown or self.steps & (self.steps - 1) == 0:  # the 1st, 2nd, 4th, 8th, ...
+        if unknown or looks:
             self._look()
+            self._silent = CheckSums((*self._watched, *self._unseen_arrays))
         words = [f"a {type(stream).__name__} that the step draws from" for stream in streams]
+        words += [_FAR] if far_moves else []
+        if not self._reached.whole:
+            words.append(
+                f"perhaps one of the objects that were not looked at: more than {MOST:,} are in its reach"
+            )
         new = [one for one in dict.fromkeys(words) if one not in self.problems]
         self.problems += new
         return new
@@ -173,14 +182,18 @@ class StepWatch:
         declared = reached_from(self._declared.walked, without=kept_out)
         self._parameters = list(own)
         self._reached = reached
-        watched = [one for one in reached.tensors if one.layout is torch.strided][:_MOST_WATCHED]
-        there = set(map(id, (*watched, *own)))
+        watched = [one for one in reached.tensors if one.layout is torch.strided]
+        far = reached.far or Reached()
+        there = set(map(id, (*watched, *own, *far.tensors)))
         self._moved = {key: one for key, one in self._moved.items() if key in there}
         certain = {**self._moved, **{id(one): one for one in declared.tensors}}
         self._values = [*certain.values(), *self._likely(watched, certain)]
         copied = set(map(id, self._values))
         self._watched = [one for one in watched if id(one) not in copied]
         self._arrays = self._some_arrays(reached, declared)
+        copied = set(map(id, self._arrays))
+        self._unseen_arrays = [one for one in reached.arrays if id(one) not in copied]
+        self._far = None if reached.far is None else FarNote(far, without=self._moved)
 
     def _likely(
         self, watched: Sequence[torch.Tensor], certain: dict[int, torch.Tensor]
@@ -200,17 +213,14 @@ class StepWatch:
     def _some_arrays(self, reached: Reached, declared: Reached) -> list[Any]:
         certain = {**self._moved_arrays, **{id(one): one for one in declared.arrays}}
         most = _TINY if self.steps else _AT_FIRST
-        rest = [one for one in reached.arrays if id(one) not in certain and one.nbytes <= most]
+        rest = [one for one in reached.arrays if id(one) not in certain and bytes_of_array(one) <= most]
         return [*certain.values(), *rest[: None if not self.steps else _TINY_ONES]]
 
 
-def bits_of(tensor: torch.Tensor) -> int:
-    """A check sum over a tensor's bits; 0 where it has none to read, or not in one piece."""
-    plain = tensor.device.type == "cpu" and not isinstance(tensor, FakeTensor) and type(tensor) in _KINDS
-    if not plain or not tensor.is_contiguous() or not tensor.numel() or tensor.is_complex():
-        return 0
-    with torch.no_grad():
-        return zlib.adler32(tensor.detach().view(-1).view(torch.uint8).numpy().data)
+_FAR = "something in a very long container"
 
 
-_KINDS = (torch.Tensor, nn.Parameter)
+def _in_words(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return f"an array of {format_bytes(bytes_of_array(value))}"
