@@ -115,7 +115,7 @@ def _first_found(wanted: str) -> Path:
     """The library that is meant.
 
     Raises:
-        UsageError: there is none.
+        UsageError: cuDNN was not found.
     """
     if wanted != AUTO:
         named = Path(wanted).expanduser()

@@ -90,7 +90,7 @@ def _compiler() -> list[str]:
     """A C compiler's command line.
 
     Raises:
-        UsageError: there is none.
+        UsageError: no C compiler was found.
     """
     for name in (os.environ.get("CC"), "cc", "gcc", "clang"):
         if name and shutil.which(name):

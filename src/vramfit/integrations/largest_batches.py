@@ -17,7 +17,7 @@ from vramfit.api.largest_batch_api import largest_batch
 from vramfit.errors import UsageError
 from vramfit.integrations.plan_callbacks import put
 from vramfit.runtime.largest_batch import LargestBatch, sized
-from vramfit.runtime.state.generators import GeneratorStates
+from vramfit.techniques.core.random_generators import GeneratorStates
 from vramfit.workload import to_device
 
 _LOOKED_AT = 10_000
@@ -254,7 +254,7 @@ def _first_optimizer(found: Any) -> torch.optim.Optimizer:
     """The first optimizer of what ``configure_optimizers`` gives.
 
     Raises:
-        UsageError: there is none.
+        UsageError: it gives no optimizer.
     """
     if isinstance(found, dict):
         found = found.get("optimizer")

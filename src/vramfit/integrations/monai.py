@@ -40,7 +40,7 @@ class TiledInferer(Inferer):
             result goes is MONAI's choice: the device of the input.
 
     Raises:
-        UsageError: an option is none of `vramfit.tiled`, or is taken from the call.
+        UsageError: `vramfit.tiled` has no such option, or MONAI passes it with the call.
     """
 
     def __init__(self, **options: Any) -> None:

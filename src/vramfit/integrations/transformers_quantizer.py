@@ -42,7 +42,7 @@ class FormatsConfig(QuantizationConfigMixin):
         skip: names of layers that stay as they are, with those inside them.
 
     Raises:
-        UsageError: a format is none.
+        UsageError: there is no such format.
     """
 
     def __init__(

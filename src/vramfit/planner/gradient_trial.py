@@ -128,7 +128,7 @@ class GradientTrial:
     def passed(self, batch: Batch, *, whole: bool = False, left: frozenset[str] = frozenset()) -> TrialPass:
         """What a pass gives, from the state that all begin with; that state is put back.
 
-        Only a piece may have a loss that is no number, where no label counts.
+        Only a piece may have a loss of NaN, where all its labels are ignored.
 
         Args:
             left: names of attributes that stay as the pass wrote them.

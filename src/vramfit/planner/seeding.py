@@ -9,6 +9,8 @@ from contextlib import contextmanager
 
 import torch
 
+from vramfit.techniques.core.random_generators import GeneratorStates
+
 
 def seed_all(seed: int) -> None:
     """Let everything that draws from a global generator draw the same again."""
@@ -20,13 +22,11 @@ def seed_all(seed: int) -> None:
 
 @contextmanager
 def generators_kept() -> Iterator[None]:
-    """What is drawn inside changes nothing outside."""
-    numpy = sys.modules.get("numpy")
-    python, arrays = random.getstate(), None if numpy is None else numpy.random.get_state()
+    """What is drawn inside changes nothing outside, on cards that are in use neither."""
+    host = GeneratorStates.of(torch.device("cpu"))
+    cards = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     try:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=cards):
             yield
     finally:
-        random.setstate(python)
-        if numpy is not None:
-            numpy.random.set_state(arrays)
+        host.restore()

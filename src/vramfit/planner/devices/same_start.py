@@ -13,9 +13,10 @@ import random
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import torch
+
+from vramfit.planner.seeding import generators_kept
 
 _SEED = 0
 
@@ -24,7 +25,8 @@ _SEED = 0
 def same_start() -> Iterator[None]:
     """Let a run draw the same random numbers whenever it comes, and collect garbage only where `between_steps` does."""
     with ExitStack() as undo:
-        _seed(undo)
+        undo.enter_context(generators_kept())
+        _seed()
         gc.collect()
         if gc.isenabled():
             gc.disable()
@@ -37,13 +39,9 @@ def between_steps() -> None:
     gc.collect()
 
 
-def _seed(undo: ExitStack) -> None:
-    """Seed the generators of Python, numpy and torch's CPU; they go on afterwards as if there had been no run."""
-    undo.callback(random.setstate, random.getstate())
+def _seed() -> None:
+    """Seed what a run on the host draws from; `torch.manual_seed` would import Dynamo too, ahead of the program."""
     random.seed(_SEED)
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is not None:
-        undo.callback(numpy.random.set_state, numpy.random.get_state())
+    if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(_SEED)
-    undo.callback(torch.set_rng_state, torch.get_rng_state())
     torch.default_generator.manual_seed(_SEED)

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from vramfit.runtime.state.check_sums import is_array
-from vramfit.runtime.state.generators import is_generator
+from vramfit.techniques.core.random_generators import is_generator
 
 MOST = 100_000
 """Objects that are looked at."""

@@ -16,7 +16,6 @@ import torch
 
 from vramfit.runtime.oom_forms import recognised
 from vramfit.runtime.state.check_sums import CheckSums, copy_of_array, write_array
-from vramfit.runtime.state.generators import GeneratorStates
 from vramfit.runtime.state.reach import (
     Reached,
     slots_of,
@@ -24,6 +23,7 @@ from vramfit.runtime.state.reach import (
     streams_are_equal,
     values_of_class,
 )
+from vramfit.techniques.core.random_generators import GeneratorStates
 
 _MISSING: Any = object()
 

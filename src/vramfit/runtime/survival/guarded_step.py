@@ -21,12 +21,12 @@ import torch
 from torch import nn
 
 from vramfit.errors import UsageError
-from vramfit.runtime.state.generators import GeneratorStates
 from vramfit.runtime.survival.emergency_reserve import EmergencyReserve
 from vramfit.runtime.survival.leftovers import Recovery
 from vramfit.runtime.survival.optimizer_copy import OptimizerCopies
 from vramfit.runtime.survival.resumed_step import RESUMABLE, Counting, Resumed, WrittenSoFar, memory_of
 from vramfit.runtime.survival.slice_copy import SliceCopy
+from vramfit.techniques.core.random_generators import GeneratorStates
 from vramfit.torch_internals.optimizers import make_states
 
 Optimizer = torch.optim.Optimizer

@@ -18,7 +18,7 @@ from vramfit.torch_internals.dispatch import TorchDispatchMode
 
 
 class OptimizerCopies:
-    """Copies an optimizer before its steps: whatever it holds, in states, groups, lists and attributes.
+    """Copies all that an optimizer holds before each step: states, groups, lists and attributes.
 
     Gradients are copied only where the first step was seen to change them: some optimizers clip them in place.
 

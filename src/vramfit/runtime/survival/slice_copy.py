@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from vramfit.runtime.state.generators import GeneratorStates
 from vramfit.runtime.state.state_notes import copied, on_the_host
+from vramfit.techniques.core.random_generators import GeneratorStates
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,7 +57,7 @@ def as_batch(args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, bool]:
     """A step's arguments as one batch, and whether they are several.
 
     Raises:
-        UsageError: there are none.
+        UsageError: the step was called without arguments.
     """
     if not args and not named:
         raise UsageError("step has no batch", "Pass what the function that computes the loss takes")
@@ -70,7 +70,7 @@ def loss_in(result: Any) -> torch.Tensor:
     """The loss in what a function gave: itself, the first of several, or what is called ``loss``.
 
     Raises:
-        UsageError: there is none.
+        UsageError: the result holds no scalar loss.
     """
     found = result
     if isinstance(result, Mapping):

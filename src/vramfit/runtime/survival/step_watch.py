@@ -31,7 +31,7 @@ _TINY, _TINY_ONES = 4096, 32
 
 
 class WatchedNote:
-    """A note of one step, with what is told by value alone.
+    """A note of one step, with what only a comparison of values shows.
 
     Args:
         note: what is put back.

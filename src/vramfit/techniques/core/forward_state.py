@@ -12,7 +12,6 @@ from __future__ import annotations
 import collections
 import dis
 import functools
-import random
 import sys
 import types
 from collections.abc import Callable, Mapping
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from vramfit.techniques.core.random_generators import is_generator, same_states, set_state, state_of
 from vramfit.techniques.core.surround import plain_class
 
 _PLAIN = (int, float, complex, bool, str, bytes, type(None))
@@ -62,7 +62,7 @@ class Written:
 
     Attributes:
         before: the value at first; `MISSING` if there was none.
-        after: the value afterwards; `MISSING` if there is none any more.
+        after: the value afterwards; `MISSING` if it was deleted.
     """
 
     before: Any
@@ -89,24 +89,11 @@ class GeneratorState:
     @classmethod
     def of(cls, generator: Any) -> GeneratorState:
         """The state now."""
-        if isinstance(generator, torch.Generator):
-            return cls(generator.get_state())
-        if isinstance(generator, random.Random):
-            return cls(generator.getstate())
-        if hasattr(generator, "bit_generator"):
-            return cls(generator.bit_generator.state)
-        return cls(generator.get_state())
+        return cls(state_of(generator))
 
     def restore(self, generator: Any) -> None:
         """Set it again."""
-        if isinstance(generator, torch.Generator):
-            generator.set_state(self.value)
-        elif isinstance(generator, random.Random):
-            generator.setstate(self.value)
-        elif hasattr(generator, "bit_generator"):
-            generator.bit_generator.state = self.value
-        else:
-            generator.set_state(self.value)
+        set_state(generator, self.value)
 
 
 def attribute_of(name: str) -> str:
@@ -140,9 +127,9 @@ def only_written(
 
 
 def same_values(one: Any, other: Any) -> bool:
-    """Whether two values are equal, bit for bit; what is no number equals itself."""
+    """Whether two values are equal, bit for bit; NaN equals NaN."""
     if isinstance(one, GeneratorState) and isinstance(other, GeneratorState):
-        return _same_plain(one.value, other.value)
+        return same_states(one.value, other.value)
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         if one.shape != other.shape or one.dtype != other.dtype or one.is_meta or other.is_meta:
             return one is other
@@ -155,17 +142,6 @@ def same_values(one: Any, other: Any) -> bool:
             and bool(torch.equal(one.nan_to_num(), other.nan_to_num()))
         )
     return type(one) is type(other) and bool(one == other or one != one)  # nan
-
-
-def _same_plain(one: Any, other: Any) -> bool:
-    """Whether states of generators are equal: tensors, and containers of arrays and numbers."""
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, Mapping):
-        return all(_same_plain(one[key], other[key]) for key in one)
-    if isinstance(one, tuple | list):
-        return all(_same_plain(a, b) for a, b in zip(one, other, strict=True))
-    return bool((one == other).all()) if hasattr(one, "shape") else bool(one == other)
 
 
 class ForwardState:
@@ -402,7 +378,7 @@ class _Walk:
             if inside and not value.is_meta and (depth == 0 or value.numel() <= _LARGE):
                 self.values[name] = value
             return
-        if _is_generator(value):
+        if is_generator(value):
             self.values[name] = value
             return
         if id(value) in self._seen or depth > _DEEP:
@@ -455,13 +431,6 @@ def _globals_in(code: types.CodeType) -> frozenset[str]:
     own = {str(one.argval) for one in dis.get_instructions(code) if "GLOBAL" in one.opname}
     inner = (one for one in code.co_consts if isinstance(one, types.CodeType))
     return frozenset(own.union(*map(_globals_in, inner)))
-
-
-def _is_generator(value: Any) -> bool:
-    if isinstance(value, torch.Generator | random.Random):
-        return True
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, numpy.random.Generator | numpy.random.RandomState)
 
 
 def _of_library(value: type | types.FunctionType) -> bool:

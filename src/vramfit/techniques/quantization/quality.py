@@ -145,7 +145,7 @@ def logits_of(outputs: Any, batch: Batch) -> torch.Tensor:
     """The logits of a model's outputs as ``[places, classes]``, without those that an ``attention_mask`` leaves out.
 
     Raises:
-        UsageError: there are none.
+        UsageError: the outputs hold no logits.
     """
     found = getattr(outputs, "logits", None)
     if found is None and isinstance(outputs, Mapping):

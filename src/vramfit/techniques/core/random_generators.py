@@ -57,9 +57,9 @@ class GeneratorStates:
             return True
         if self.numpy is not None:
             now = sys.modules["numpy"].random.get_state()
-            if any(not _same(one, other) for one, other in zip(self.numpy, now, strict=True)):
+            if any(not same_states(one, other) for one, other in zip(self.numpy, now, strict=True)):
                 return True
-        return any(not _same(state, state_of(generator)) for generator, state in self.own)
+        return any(not same_states(state, state_of(generator)) for generator, state in self.own)
 
 
 def is_generator(value: Any) -> bool:
@@ -91,12 +91,16 @@ def set_state(generator: Any, state: Any) -> None:
         generator.bit_generator.state = state
 
 
-def _same(one: Any, other: Any) -> bool:
-    """Whether two states are equal; some hold tensors or arrays."""
+def same_states(one: Any, other: Any) -> bool:
+    """Whether two states of a generator are equal; some hold tensors or arrays."""
     if isinstance(one, torch.Tensor):
         return torch.equal(one, other)
+    if isinstance(one, tuple | list):
+        return len(one) == len(other) and all(map(same_states, one, other))
     if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_same(value, other[name]) for name, value in one.items())
+        return one.keys() == other.keys() and all(
+            same_states(value, other[name]) for name, value in one.items()
+        )
     if hasattr(one, "tobytes"):
         return bool(one.tobytes() == other.tobytes())
     return bool(one == other)
