@@ -179,7 +179,7 @@ def test_a_run_that_never_ended_is_shown_as_that() -> None:
 
 
 def test_children_have_the_variables_that_decide(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vramfit.planner.planner_run import _environ
+    from vramfit.planner.planner_run import child_environ
 
     for name in ("KINETO_LOG_LEVEL", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
@@ -188,10 +188,10 @@ def test_children_have_the_variables_that_decide(monkeypatch: pytest.MonkeyPatch
     def on(device: str) -> DeviceMemory:
         return DeviceMemory(device=device, gpu=None, budget=1 << 30, alloc_conf=conf)
 
-    on_card = _environ(on("card"))
+    on_card = child_environ(on("card"))
     assert on_card["PYTORCH_ALLOC_CONF"] == on_card["PYTORCH_CUDA_ALLOC_CONF"] == conf
     # The virtual GPU is told by the job: another allocator of the process would read the variables too.
-    assert "PYTORCH_ALLOC_CONF" not in _environ(on("cuda"))
-    assert _environ(on("cpu"))["KINETO_LOG_LEVEL"] == "6"
+    assert "PYTORCH_ALLOC_CONF" not in child_environ(on("cuda"))
+    assert child_environ(on("cpu"))["KINETO_LOG_LEVEL"] == "6"
     monkeypatch.setenv("KINETO_LOG_LEVEL", "0")
-    assert _environ(on("cpu"))["KINETO_LOG_LEVEL"] == "0"
+    assert child_environ(on("cpu"))["KINETO_LOG_LEVEL"] == "0"
