@@ -17,10 +17,11 @@ import torch
 from torch import nn
 
 from vramfit.errors import UsageError
-from vramfit.runtime.state.check_sums import CheckSums, bytes_of_array
+from vramfit.runtime.state.check_sums import CheckSums
 from vramfit.runtime.state.declared import DeclaredState
 from vramfit.runtime.state.reach import reached_from
 from vramfit.runtime.state.state_notes import StateNote, on_the_host
+from vramfit.techniques.core.array_values import bytes_of_array
 
 Optimizer = torch.optim.Optimizer
 

@@ -7,8 +7,6 @@ since: then the step is not called again. Sums are not taken before every step, 
 
 from __future__ import annotations
 
-import array
-import sys
 import zlib
 from collections.abc import Iterable
 from typing import Any
@@ -16,46 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from vramfit.techniques.core.array_values import bits_of_array
 from vramfit.torch_internals.fake_tensors import FakeTensor
 
 _KINDS = (torch.Tensor, nn.Parameter)
-
-
-def is_array(value: Any) -> bool:
-    """Whether a value is an array that can be written: NumPy's, Python's, or a view of memory."""
-    if isinstance(value, array.array):
-        return True
-    if isinstance(value, memoryview):
-        return not value.readonly
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, numpy.ndarray)
-
-
-def bytes_of_array(value: Any) -> int:
-    """What an array's values take."""
-    return len(value) * value.itemsize if isinstance(value, array.array) else int(value.nbytes)
-
-
-def copy_of_array(value: Any) -> Any:
-    """An array's values, for `write_array`."""
-    if isinstance(value, memoryview):
-        return value.tobytes()
-    return value[:] if isinstance(value, array.array) else value.copy()
-
-
-def write_array(value: Any, values: Any) -> None:
-    """Give an array the values that `copy_of_array` gave."""
-    if isinstance(value, memoryview):
-        value.cast("B")[:] = values
-    elif isinstance(value, array.array):
-        value[:] = values
-    else:
-        value[...] = values
-
-
-def array_has(value: Any, values: Any) -> bool:
-    """Whether an array still has the values that `copy_of_array` gave, bit for bit."""
-    return bool(value.tobytes() == (values if isinstance(values, bytes) else values.tobytes()))
 
 
 class CheckSums:
@@ -89,7 +51,7 @@ def _writes(value: Any) -> int:
 def check_sum(value: Any) -> int:
     """Over the bits of a tensor or an array; 0 where there are none to read, as of a fake tensor."""
     if not isinstance(value, torch.Tensor):
-        return zlib.adler32(value.tobytes())
+        return zlib.adler32(bits_of_array(value))
     if isinstance(value, FakeTensor) or type(value) not in _KINDS or not value.numel():
         return 0
     if not value.is_contiguous() or value.is_complex():

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vramfit.runtime.state.check_sums import is_array
+from vramfit.techniques.core.array_values import is_array
 from vramfit.techniques.core.random_generators import is_generator
 
 MOST = 100_000
@@ -55,12 +55,12 @@ class Reached:
 
     Attributes:
         mappings: dictionaries, those of objects' attributes included.
-        sequences: lists, deques, sets and byte arrays.
+        sequences: lists, deques and sets.
         names: dictionaries of which some entries alone are reached, as of globals.
         classes: with the names of their attributes that are values.
         cells: of closures.
         tensors: with memory.
-        arrays: of NumPy or Python, and views of memory.
+        arrays: see `is_array`.
         generators: random ones.
         streams: what gives one value after the other and cannot be set back: iterators, and Python's generators.
         modules: of torch.
@@ -176,7 +176,7 @@ class _Walk:
         elif isinstance(value, list | collections.deque):
             found.sequences.append(value)
             self._elements(value)
-        elif isinstance(value, set | bytearray):
+        elif isinstance(value, set):
             found.sequences.append(value)
         elif isinstance(value, tuple | frozenset):
             self._elements(value)

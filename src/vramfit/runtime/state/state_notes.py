@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from vramfit.runtime.oom_forms import recognised
-from vramfit.runtime.state.check_sums import CheckSums, copy_of_array, write_array
+from vramfit.runtime.state.check_sums import CheckSums
 from vramfit.runtime.state.reach import (
     Reached,
     slots_of,
@@ -23,6 +23,7 @@ from vramfit.runtime.state.reach import (
     streams_are_equal,
     values_of_class,
 )
+from vramfit.techniques.core.array_values import copy_of_array, write_array
 from vramfit.techniques.core.random_generators import GeneratorStates
 
 _MISSING: Any = object()
@@ -349,7 +350,7 @@ def _same_elements(sequence: Any, elements: list[Any]) -> bool:
 
 
 def _set_elements(sequence: Any, elements: list[Any]) -> None:
-    if isinstance(sequence, list | bytearray):
+    if isinstance(sequence, list):
         sequence[:] = elements
         return
     sequence.clear()

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from vramfit.runtime.state.check_sums import CheckSums, array_has, bytes_of_array
+from vramfit.runtime.state.check_sums import CheckSums
 from vramfit.runtime.state.declared import DeclaredState
 from vramfit.runtime.state.reach import MOST, Reached, reached_from
 from vramfit.runtime.state.state_notes import FarNote, StateNote, Unrestored, version_of
+from vramfit.techniques.core.array_values import array_has, bytes_of_array
 from vramfit.torch_internals.layers import NormBase
 from vramfit.units import format_bytes
 

@@ -21,6 +21,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from vramfit.techniques.core.array_values import (
+    array_has,
+    bytes_of_array,
+    copy_of_array,
+    is_array,
+    write_array,
+)
 from vramfit.techniques.core.random_generators import is_generator, same_states, set_state, state_of
 from vramfit.techniques.core.surround import plain_class
 
@@ -33,7 +40,7 @@ _OURS = "_vramfit"
 
 _GLOBAL = "the global "
 
-_LONG = 10_000
+_LONG = 100_000
 """Entries from which on a container is data rather than state."""
 
 _DEEP = 6
@@ -96,6 +103,22 @@ class GeneratorState:
         set_state(generator, self.value)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ArrayState:
+    """The values of an array that is no tensor, see `is_array`."""
+
+    value: Any
+
+    @classmethod
+    def of(cls, values: Any) -> ArrayState:
+        """The values now."""
+        return cls(copy_of_array(values))
+
+    def restore(self, values: Any) -> None:
+        """Write them again."""
+        write_array(values, self.value)
+
+
 def attribute_of(name: str) -> str:
     """The module's attribute that a value belongs to: ``head.stats`` of ``head.stats[count]``."""
     return name.partition("[")[0]
@@ -130,6 +153,8 @@ def same_values(one: Any, other: Any) -> bool:
     """Whether two values are equal, bit for bit; NaN equals NaN."""
     if isinstance(one, GeneratorState) and isinstance(other, GeneratorState):
         return same_states(one.value, other.value)
+    if isinstance(one, ArrayState) and isinstance(other, ArrayState):
+        return array_has(one.value, other.value)
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         if one.shape != other.shape or one.dtype != other.dtype or one.is_meta or other.is_meta:
             return one is other
@@ -207,7 +232,7 @@ class ForwardState:
                 if attribute_of(name) in skipped:
                     continue
                 before = self._values[name]
-                if isinstance(before, GeneratorState):
+                if isinstance(before, GeneratorState | ArrayState):
                     before.restore(live)
                 elif not self._copied:
                     continue
@@ -253,7 +278,9 @@ def _version_of(tensor: torch.Tensor) -> int:
 
 
 def _noted(value: Any) -> Any:
-    return value if isinstance(value, (torch.Tensor, *_PLAIN)) else GeneratorState.of(value)
+    if isinstance(value, (torch.Tensor, *_PLAIN)):
+        return value
+    return ArrayState.of(value) if is_array(value) else GeneratorState.of(value)
 
 
 @dataclass(slots=True)
@@ -282,9 +309,47 @@ class _Contents:
         elif isinstance(container, set):
             container.clear()
             container.update(kept)
+        elif isinstance(container, _Attributes):
+            container.restore(kept)
         elif list(map(id, container)) != list(map(id, kept)):
             container.clear()
             container.extend(kept)
+
+
+@dataclass(frozen=True, slots=True)
+class _Attributes:
+    """Attributes of an object or a class that lie in no dictionary which could be written."""
+
+    owner: Any
+
+    def now(self) -> dict[str, Any]:
+        """Those of a class that are values, those in the slots of an object."""
+        owner = self.owner
+        if isinstance(owner, type):
+            own = vars(owner).items()
+            return {key: one for key, one in own if not key.startswith("__") and isinstance(one, _OF_CLASSES)}
+        names = {name for kind in type(owner).__mro__ for name in _slots_of(kind)}
+        return {name: getattr(owner, name) for name in sorted(names) if hasattr(owner, name)}
+
+    def restore(self, kept: Mapping[str, Any]) -> None:
+        """As they were."""
+        for name in self.now().keys() - kept.keys():
+            delattr(self.owner, name)
+        for name, value in kept.items():
+            if getattr(self.owner, name, MISSING) is not value:
+                setattr(self.owner, name, value)
+
+
+_OF_CLASSES = (*_PLAIN, torch.Tensor, list, dict, set, collections.deque)
+
+
+def _slots_of(kind: type) -> tuple[str, ...]:
+    names = vars(kind).get("__slots__", ())
+    return tuple(
+        name
+        for name in ((names,) if isinstance(names, str) else names)
+        if name not in ("__dict__", "__weakref__")
+    )
 
 
 class _Walk:
@@ -307,10 +372,25 @@ class _Walk:
         for path, module in model.named_modules():
             prefix = f"{path}." if path else ""
             self._module(prefix, module)
-            if self._only is None and not _of_library(plain_class(module)):
-                for function in vars(plain_class(module)).values():
-                    if isinstance(function, types.FunctionType):
-                        self._function(function, 0)
+            if self._only is None:
+                self._class(plain_class(module), 0)
+
+    def _class(self, kind: type, depth: int) -> None:
+        """A class of the program's own: its values, and what its functions name."""
+        for one in kind.__mro__:
+            if id(one) in self._seen or _of_library(one):
+                continue
+            self._seen.add(id(one))
+            self._attributes(f"{one.__name__}, a class[", _Attributes(one), depth)
+            for function in vars(one).values():
+                if isinstance(function, types.FunctionType):
+                    self._function(function, depth)
+
+    def _attributes(self, prefix: str, attributes: _Attributes, depth: int) -> None:
+        kept = attributes.now()
+        self.contents.append(_Contents(prefix, attributes, kept))
+        for key, value in kept.items():
+            self._value(f"{prefix}{key}]", value, depth + 1)
 
     def _module(self, prefix: str, module: nn.Module) -> None:
         self._mapping(prefix, module._buffers, lambda key: self._wanted(f"{prefix}{key}"))
@@ -360,6 +440,7 @@ class _Walk:
             if isinstance(value, _PLAIN):
                 self.contents.append(_Contents(name, cell, value))
             self._value(name, value, depth + 1)
+        self._container(_called(function), vars(function), depth)
         names = _globals_in(function.__code__) & set(function.__globals__)
         plain = {
             key: function.__globals__[key] for key in names if isinstance(function.__globals__[key], _PLAIN)
@@ -378,13 +459,16 @@ class _Walk:
             if inside and not value.is_meta and (depth == 0 or value.numel() <= _LARGE):
                 self.values[name] = value
             return
-        if is_generator(value):
+        if is_generator(value) or (is_array(value) and (depth == 0 or bytes_of_array(value) <= _LARGE)):
             self.values[name] = value
             return
         if id(value) in self._seen or depth > _DEEP:
             return
         if isinstance(value, types.FunctionType | types.MethodType | functools.partial):
             self.follow(name, value, depth)
+            return
+        if isinstance(value, type):
+            self._class(value, depth)
             return
         self._seen.add(id(value))
         if isinstance(value, nn.Module):
@@ -402,10 +486,10 @@ class _Walk:
             self.contents.append(_Contents(f"{name}[", value, dict(value)))
             entries = [(f"{name}[{key}]", one) for key, one in value.items()]
         elif isinstance(value, list | collections.deque):
+            self.values[f"{name}[length]"] = len(value)
             if len(value) > _LONG:
                 return
             self.contents.append(_Contents(f"{name}[", value, list(value)))
-            self.values[f"{name}[length]"] = len(value)
             entries = [(f"{name}[{number}]", one) for number, one in enumerate(value)]
         elif isinstance(value, tuple):
             entries = [(f"{name}[{number}]", one) for number, one in enumerate(value)]
@@ -413,11 +497,14 @@ class _Walk:
             self.contents.append(_Contents(f"{name}[", value, set(value)))
             self.values[f"{name}[length]"] = len(value)
             return
-        elif hasattr(value, "__dict__") and not (
-            isinstance(value, type | types.ModuleType) or _of_library(type(value))
+        elif isinstance(value, types.SimpleNamespace) or not (
+            isinstance(value, types.ModuleType) or _of_library(type(value))
         ):
-            kept = dict(vars(value))
-            self.contents.append(_Contents(f"{name}[", vars(value), kept))
+            self._class(type(value), depth)
+            self._attributes(f"{name}[", _Attributes(value), depth)
+            kept = dict(getattr(value, "__dict__", {}))
+            if hasattr(value, "__dict__"):
+                self.contents.append(_Contents(f"{name}[", vars(value), kept))
             entries = [(f"{name}[{key}]", one) for key, one in kept.items()]
         else:
             return
