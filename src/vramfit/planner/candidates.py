@@ -477,6 +477,7 @@ class Candidates:
             ),
             outside_bytes=profile.outside_bytes,
             step_seconds=profile.step_seconds,
+            step_flops=profile.step_flops,
         )
 
     def cost_without_limit(self, choices: tuple[Choice, ...], tail: float) -> StepCost:

@@ -17,7 +17,7 @@ from vramfit.planner.plan_file import PlanFigures, PlanStep, PlanTarget, SolverS
 from vramfit.planner.plans import MEMORY, NothingFits, Plan
 from vramfit.planner.search_clock import INTERRUPTED, TIME_OVER, SearchStopped
 from vramfit.techniques import Choice, find_technique
-from vramfit.units import format_bytes
+from vramfit.units import counted, format_bytes
 
 _TRIES = 10
 """Runs with which a solution is brought within the budget."""
@@ -90,6 +90,9 @@ def fit_to_budget(
             continue
         if fitting is None or cost.step_seconds <= fitting.cost.step_seconds:
             fitting = tried
+        if cost.retries and target > low:  # a little less may do without them
+            failed_at, target = target, max(low, target - round(_CLOSE * limit))
+            continue
         headroom = limit - cost.total_bytes
         if not solution.decisions or headroom < _CLOSE * limit or least:
             break
@@ -141,7 +144,7 @@ def build_plan(candidates: Candidates, fitted: FittedCandidate, seconds: float) 
             first_plan_seconds=candidates.clock.first_plan,
             stopped=candidates.clock.stopped or None,
         ),
-        notes=(*_stopped(candidates, seconds), *candidates.notes(fitted.choices)),
+        notes=(*_stopped(candidates, seconds), *_retries(cost), *candidates.notes(fitted.choices)),
     )
     if not plan.fits:
         raise _nothing_yet(candidates, plan) if candidates.clock.stopped else _nothing_fits(plan, plain)
@@ -183,6 +186,17 @@ def _stopped(candidates: Candidates, seconds: float) -> tuple[str, ...]:
     return (
         f"The best so far: the search {how} after {seconds:.0f} s and {candidates.runs} runs; a longer one may "
         "find a quicker plan.",
+    )
+
+
+def _retries(cost: StepCost) -> tuple[str, ...]:
+    """That the plan fits only because caches are emptied, where it does."""
+    if not cost.retries:
+        return ()
+    return (
+        f"The budget is so tight that torch's allocator empties its cache {counted(cost.retries, 'time')} in each step "
+        f"and asks the driver anew: {1e3 * cost.retry_seconds:.3g} ms of a step, by estimate. Fragmentation beyond "
+        "what was simulated would end the training: a few hundred MiB more are safer.",
     )
 
 

@@ -51,6 +51,8 @@ class PlanFigures:
         host_bytes: most that was pinned on the host, and what else techniques hold there.
         step_seconds: estimated; 0 where it did not come to the end of a step.
         step_flops: of a step; 0 where nobody counted them.
+        retries: how often torch's allocator empties its cache in each step, since the device has no memory left.
+        retry_seconds: what that costs, as part of `step_seconds`.
     """
 
     peak_allocated_bytes: int
@@ -59,6 +61,8 @@ class PlanFigures:
     host_bytes: int = 0
     step_seconds: float = 0.0
     step_flops: int = 0
+    retries: int = 0
+    retry_seconds: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,7 +16,7 @@ from vramfit.report.folding import broken, table
 from vramfit.report.rendering import json_values, printed_as_lines
 from vramfit.report.text import seconds
 from vramfit.techniques import setting_to_plain
-from vramfit.units import format_bytes
+from vramfit.units import counted, format_bytes
 
 PLAN_SCHEMA = "vramfit.plan/1"
 
@@ -66,6 +66,12 @@ def _head(plan: Plan) -> Iterator[Text]:
     yield Text(
         f"  {format_bytes(saved)} less than without the plan; results: {plan.numerics.value}{_slower(plan)}"
     )
+    if retries := plan.after.retries:
+        yield Text(
+            f"  In each step the allocator empties its cache {counted(retries, 'time')}, which takes "
+            f"{seconds(plan.after.retry_seconds)} (estimated)",
+            style="yellow",
+        )
 
 
 def _slower(plan: Plan) -> str:
