@@ -64,6 +64,16 @@ class StepCost:
         )
 
     @property
+    def time_first(self) -> tuple[float, float]:
+        """What costs are ordered by where the quickest step is wanted: smaller is better."""
+        return self.step_seconds, self.total_bytes
+
+    @property
+    def bytes_first(self) -> tuple[float, float, float]:
+        """The same where the lowest peak is."""
+        return self.total_bytes, self.peak_allocated_bytes, self.step_seconds
+
+    @property
     def total_bytes(self) -> int:
         """All that the device has to have."""
         return self.peak_reserved_bytes + self.outside_bytes
