@@ -33,7 +33,7 @@ class SearchClock:
         now: the clock, in seconds.
 
     Attributes:
-        kept_back: seconds at the end that are not the search's: those of what checks its plan.
+        kept_back: seconds at the end that are not the search's once there is a plan: those of what checks it.
         stopped: why it was stopped: `INTERRUPTED` or `TIME_OVER`; empty while it goes on.
         first_plan: seconds after which there was a plan that fits; None without one.
     """
@@ -65,7 +65,11 @@ class SearchClock:
         """Seconds that the search still has, less the time of the runs that are spared; None without a limit."""
         if self.limit is None:
             return None
-        return max(0.0, self.limit - self.kept_back - self.seconds - self.longest * self._spare)
+        return max(0.0, self.limit - self._reserve - self.seconds - self.longest * self._spare)
+
+    @property
+    def _reserve(self) -> float:
+        return 0.0 if self.first_plan is None else self.kept_back
 
     @property
     def longest(self) -> float:
@@ -79,7 +83,7 @@ class SearchClock:
             SearchStopped: it would not, or the search was stopped before.
         """
         if not self.stopped and self.limit is not None:
-            ahead = self.longest * (1 + self._spare) + self.kept_back
+            ahead = self.longest * (1 + self._spare) + self._reserve
             if self.seconds + ahead > self.limit:
                 if self._spare or self._aside:  # what is spared is still to be used
                     raise SearchStopped
