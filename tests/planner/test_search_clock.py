@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import time
 import tomllib
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from tests import warm
 from tests.planner.test_search import CONTEXT, GPU, MIB, workload
 
 from vramfit.errors import UsageError
-from vramfit.planner import gradient_check
+from vramfit.planner import gradient_check, planner_child
 from vramfit.planner.api import plan as plan_for
 from vramfit.planner.candidates import Candidates
 from vramfit.planner.devices.cost import StepCost
@@ -24,6 +25,7 @@ from vramfit.planner.devices.virtual_backend import VirtualBackend
 from vramfit.planner.gradient_check import Compared, promised_plan
 from vramfit.planner.largest_size import search_for
 from vramfit.planner.plan_file import plan_from_toml, plan_to_toml
+from vramfit.planner.planner_job import MemoryBudget, PlanJob, PlanOptions
 from vramfit.planner.plans import NothingFits, Plan, PlanRequest
 from vramfit.planner.search import PlanSearch
 from vramfit.planner.search_clock import INTERRUPTED, TIME_OVER, SearchClock, SearchStopped
@@ -174,6 +176,17 @@ def test_the_first_run_is_no_measure_of_the_others() -> None:
         with clock.running():
             second.time += took
     assert clock.longest == 3
+
+
+def test_the_start_of_the_planners_process_counts() -> None:
+    job = PlanJob(
+        memory=MemoryBudget(gpu=GPU, budget=CONTEXT + 800 * MIB, host_bytes=1 << 34).settled(),
+        options=PlanOptions(search_seconds=1000.0, allow=sorted(ALLOWED)),
+        asked_at=time.time() - 999.99,
+    )
+    device = VirtualBackend(GPU, alloc_conf="", host_bytes=1 << 34)
+    with pytest.raises(NothingFits, match=r"no plan for .* yet: the search had no more time after 1 runs"):
+        planner_child.plan(workload(256, 1 << 16), device, job, lambda _: None)
 
 
 def test_what_was_over_before_counts() -> None:
