@@ -27,6 +27,7 @@ from vramfit.planner.devices.cost import (
     PROFILED_MICRO_BATCHES,
     DeviceBackend,
     StepCost,
+    cut_short,
     scaled_up,
     step_cost_with,
     with_fewer_micro_batches,
@@ -504,6 +505,8 @@ class Candidates:
 
     def _run_cost(self, choices: tuple[Choice, ...], tail: float, budget: int | None) -> StepCost:
         request, cache = self.request, self.cache
+        if not cut_short(choices, request.sizes):
+            tail = 0.0  # all that is planned is run: the same run whoever asks for it
         key = (key_of(choices), budget, tail)
         known = self.kept.costs.get(key)
         if known is None and cache is not None:

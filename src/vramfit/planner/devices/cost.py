@@ -146,6 +146,11 @@ def with_fewer_micro_batches(
     return choices, dict(sizes), 1.0
 
 
+def cut_short(choices: tuple[Choice, ...], sizes: Mapping[str, int]) -> bool:
+    """Whether a plan is costed by a few of its micro-batches. On the CPU all are run all the same."""
+    return with_fewer_micro_batches(choices, sizes, COSTED_MICRO_BATCHES)[2] != 1
+
+
 def scaled_up(step: StepProfile, times: float) -> StepProfile:
     """The profile of a step with a few micro-batches as if there were so many times as many."""
     passes = step.seconds - step.tail_seconds
