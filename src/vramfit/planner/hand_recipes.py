@@ -49,7 +49,7 @@ _COPIED = 0.5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Recipe:
+class HandRecipe:
     """Techniques that a person would try together.
 
     Attributes:
@@ -77,9 +77,9 @@ class Recipe:
         """Whether it may make a step quicker by itself."""
         return any(choice.technique.quickens for choice in self.choices)
 
-    def __add__(self, other: Recipe) -> Recipe:
+    def __add__(self, other: HandRecipe) -> HandRecipe:
         """Both together."""
-        return Recipe(
+        return HandRecipe(
             name=f"{self.name} with {other.name}",
             choices=(*self.choices, *other.choices),
             parts=self.parts | other.parts,
@@ -88,7 +88,7 @@ class Recipe:
 
 def single_recipes(
     plain: Candidate, request: PlanRequest, settled: Callable[[Choice], Choice | None], *, cut: bool
-) -> Iterator[Recipe]:
+) -> Iterator[HandRecipe]:
     """The recipes of one technique that can be applied to a workload, without those of the allocator.
 
     Args:
@@ -119,20 +119,20 @@ def single_recipes(
                 yield _recipe("autocast", Choice(technique=technique, setting=setting))
 
 
-def pairs_of(recipes: list[Recipe]) -> Iterator[Recipe]:
+def pairs_of(recipes: list[HandRecipe]) -> Iterator[HandRecipe]:
     """Two recipes each that are of different techniques."""
     for first, second in combinations(recipes, 2):
         if first.choices[0].name != second.choices[0].name:
             yield first + second
 
 
-def expandable_segments() -> Recipe:
+def expandable_segments() -> HandRecipe:
     """The allocator's setting that leaves least to fragmentation."""
     setting = AllocatorSetting(conf="expandable_segments:True")
     return _recipe(EXPANDABLE, Choice(technique=find_technique(ALLOCATOR), setting=setting))
 
 
-def expected_bytes(plain: Candidate, recipe: Recipe) -> float:
+def expected_bytes(plain: Candidate, recipe: HandRecipe) -> float:
     """What the device has to have with a recipe, guessed from the plain program; good enough to tell which takes least.
 
     Checkpointed blocks are taken to be computed again one result at a time, autocast to leave `_HALVED` of activations.
@@ -174,5 +174,5 @@ def _expensive(block: ModelBlock) -> list[bool]:
     return keeps(("expensive",), (op.name for op in block.ops))
 
 
-def _recipe(name: str, choice: Choice) -> Recipe:
-    return Recipe(name=name, choices=(choice,), parts=frozenset((name,)))
+def _recipe(name: str, choice: Choice) -> HandRecipe:
+    return HandRecipe(name=name, choices=(choice,), parts=frozenset((name,)))

@@ -18,7 +18,7 @@ from vramfit.planner.devices.cost import StepCost
 from vramfit.planner.hand_recipes import (
     ALLOCATOR,
     MICRO_BATCHING,
-    Recipe,
+    HandRecipe,
     expandable_segments,
     expected_bytes,
     pairs_of,
@@ -28,7 +28,7 @@ from vramfit.planner.plans import MEMORY
 from vramfit.planner.workload_check import brief
 from vramfit.techniques import Choice, find_technique
 
-KeepRun = Callable[[Recipe, StepCost], None]
+KeepRun = Callable[[HandRecipe, StepCost], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class RecipeRun:
         why: why there was none, in words.
     """
 
-    recipe: Recipe
+    recipe: HandRecipe
     cost: StepCost | None = None
     why: str = ""
 
@@ -110,7 +110,7 @@ class RecipeRuns:
         may = self.candidates.request.may(find_technique(MICRO_BATCHING))
         return may and not profile.own_step and not self._plain_fits()
 
-    def _recipes(self, *, cut: bool) -> list[Recipe]:
+    def _recipes(self, *, cut: bool) -> list[HandRecipe]:
         """All recipes, those of one technique first."""
         candidates = self.candidates
         singles = list(single_recipes(candidates.plain, candidates.request, self._settled, cut=cut))
@@ -124,7 +124,7 @@ class RecipeRuns:
             return None
         return candidates.settled_choice(choice)
 
-    def _allowed(self, *, cut: bool) -> list[Recipe]:
+    def _allowed(self, *, cut: bool) -> list[HandRecipe]:
         return [
             recipe
             for recipe in self._recipes(cut=cut)
@@ -132,10 +132,10 @@ class RecipeRuns:
             and (recipe.quickens or not self._plain_fits())
         ]
 
-    def _expected(self, recipe: Recipe) -> float:
+    def _expected(self, recipe: HandRecipe) -> float:
         return expected_bytes(self.candidates.plain, recipe)
 
-    def _promising(self, recipes: list[Recipe]) -> bool:
+    def _promising(self, recipes: list[HandRecipe]) -> bool:
         """Whether any is expected to fit."""
         limit = self.candidates.request.limit
         return any(self._expected(recipe) <= limit for recipe in recipes)
@@ -146,7 +146,7 @@ class RecipeRuns:
         total = plain.profile.peak_reserved_bytes + plain.profile.outside_bytes
         return total <= request.limit and request.objective != MEMORY
 
-    def _idle(self, recipe: Recipe) -> str:
+    def _idle(self, recipe: HandRecipe) -> str:
         """Why a recipe cannot be quicker than another one that was run; empty where it may be."""
         if self.candidates.request.objective == MEMORY or len(recipe.parts) == 1:
             return ""
@@ -163,7 +163,7 @@ class RecipeRuns:
                 return f"not run: {run.recipe.name} fits without more"
         return ""
 
-    def _run_each(self, recipes: list[Recipe]) -> None:
+    def _run_each(self, recipes: list[HandRecipe]) -> None:
         """The one with the least expected peak first, then those of one technique, then pairs."""
         if not self.done and recipes:
             self._run(min(recipes, key=self._expected))
@@ -172,7 +172,7 @@ class RecipeRuns:
 
     # -- runs --------------------------------------------------------------------------------------------------------
 
-    def _run(self, recipe: Recipe, *, beyond: bool = False) -> None:
+    def _run(self, recipe: HandRecipe, *, beyond: bool = False) -> None:
         if any(run.recipe.name == recipe.name for run in self.done):
             return
         if why := self._idle(recipe):
@@ -193,7 +193,7 @@ class RecipeRuns:
         if self._on_card() and fragmented and not (cost.fits and not cost.retries):
             self._run(recipe + expandable_segments(), beyond=beyond)
 
-    def _cost(self, recipe: Recipe, tail: float) -> StepCost:
+    def _cost(self, recipe: HandRecipe, tail: float) -> StepCost:
         """What a recipe takes, within the budget where it may stay in it.
 
         A run without a limit shows the peak. What never comes near the limit runs in the same way within it.

@@ -25,7 +25,7 @@ from vramfit.planner.candidates import (
     key_of,
 )
 from vramfit.planner.devices.cost import StepCost
-from vramfit.planner.hand_recipes import Recipe
+from vramfit.planner.hand_recipes import HandRecipe
 from vramfit.planner.memory_estimate import Effect, MemoryEstimate, Part, Parts, guesses
 from vramfit.planner.plan_builder import (
     FittedCandidate,
@@ -243,7 +243,7 @@ class PlanSearch:
         self._choices.update((choice_key(choice), choice) for choice in base)
         self.candidates.run(base)
 
-    def _keep_recipe(self, recipe: Recipe, cost: StepCost) -> None:
+    def _keep_recipe(self, recipe: HandRecipe, cost: StepCost) -> None:
         """Keep the run of a recipe, which may be the plan."""
         scored = self._scored(self.candidates.plain)
         self._keep(
