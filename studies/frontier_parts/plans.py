@@ -127,6 +127,7 @@ def plan_for(
         allowed=CUT if cut else WHOLE,
         objective=MEMORY if budget is None else THROUGHPUT,
         entries=False,
+        recipes=False,  # these are the peers, of which plans are to know nothing
     )
     try:
         plan, fits = PlanSearch(Candidates(device=device, request=request, progress=say)).plan(), True

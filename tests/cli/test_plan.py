@@ -72,7 +72,7 @@ def test_a_plan_is_found_written_applied_and_verified(file: Path, tmp_path: Path
     assert result.exit_code == 0, result.output
     assert "✓ fits RTX 4090 at batch_size 4,096" in result.output
     value = json.loads(out.read_text())
-    assert value["schema"] == "vramfit.plan/1"
+    assert value["schema"] == "vramfit.plan/2"
     assert value["before"]["total_bytes"] > 600 << 20 >= value["after"]["total_bytes"]
     assert [one["name"] for one in value["techniques"]] == ["activation-checkpointing"]
     assert value["numerics"] == "bitwise"

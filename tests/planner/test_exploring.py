@@ -69,4 +69,5 @@ def test_a_trial_of_micro_batches_waits_until_there_is_a_plan() -> None:
     search = PlanSearch(Candidates(device=Listing(), request=request, progress=note))
     with pytest.raises(_TriedError):
         search.plan()
-    assert {"a run with the plan", "optimizer-kernel"} < set(order[:-1])
+    assert {"full checkpointing", "selective checkpointing"} < set(order[:-1])
+    assert search._has_fitting()

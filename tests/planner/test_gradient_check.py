@@ -20,6 +20,7 @@ from vramfit.planner.gradient_check import check_promises, promised_plan
 from vramfit.planner.micro_batch_trial import MicroBatchVerdict
 from vramfit.planner.plan_file import PlanFigures, PlanTarget, plan_from_toml, plan_to_toml
 from vramfit.planner.plans import MEMORY, Plan, PlanRequest, plan_of
+from vramfit.planner.search_clock import SearchClock, TimeOver
 from vramfit.report.rendering import render
 from vramfit.techniques import Choice, Numerics, find_technique, setting_from_plain
 from vramfit.techniques.micro_batching import MicroBatchingSetting, Reduction
@@ -240,3 +241,31 @@ def test_what_was_not_compared_is_written_as_no_promise(monkeypatch: pytest.Monk
     assert "bitwise by construction, not compared: see vramfit verify" in text
     assert plan_from_toml(text, Plan).compared == ""
     assert "results: bitwise by construction, not compared" in render(plan, width=200)
+
+
+def test_a_fault_that_there_is_no_time_to_find_is_that_of_the_loosest_promise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def slow(*_: object) -> Any:
+        raise TimeOver
+
+    monkeypatch.setattr(gradient_check._Comparison, "blamed", slow)
+    workload = all_toys()["language-tied"]
+    plan = _plan(
+        workload,
+        micro_batching={"count": 2, "reduction": "sum"},
+        activation_checkpointing=LAYERS,
+    )
+    compared = check_promises(workload, plan, SearchClock(limit=60.0))
+    assert compared.fault is not None
+    assert compared.fault.name == "micro-batching"
+    assert compared.note.startswith("micro-batching is left out: compared with ")
+    assert compared.note.endswith("rounding was promised; there was no time to find out whose fault it is.")
+
+
+def test_a_comparison_ends_with_the_search_that_it_belongs_to() -> None:
+    workload = all_toys()["language-tied"]
+    clock = SearchClock(limit=1e-3)
+    compared = check_promises(workload, _plan(workload, activation_checkpointing=LAYERS), clock)
+    assert compared.fault is None
+    assert "were not compared with the plain program's, since the time was over" in compared.note

@@ -11,7 +11,9 @@ import pytest
 
 from vramfit.errors import UsageError
 from vramfit.planner.plan_file import (
+    CUMULATIVE_SCHEMA,
     SCHEMA,
+    OtherWay,
     PlanFigures,
     PlanStep,
     PlanTarget,
@@ -77,6 +79,17 @@ def made() -> Plan:
         ),
         solved=SolverStats(status="optimal", gap=0.0, seconds=0.5, runs=9, search_seconds=12.5),
         notes=("the pins of a window are counted",),
+        rejected=(
+            OtherWay(
+                name="full checkpointing",
+                why="slower by 9.1 %",
+                numerics=Numerics.BITWISE,
+                total_bytes=12 * GIB,
+                step_seconds=1.5,
+                fits=True,
+            ),
+        ),
+        freedom=(OtherWay(name="autocast", why="precision, and rounding is allowed", predicted=True),),
     )
 
 
@@ -166,10 +179,38 @@ def test_a_plan_that_was_cut_off_between_techniques_is_refused(name: str) -> Non
             plan_from_toml(text[:end], Plan)
 
 
+@pytest.mark.parametrize("kept", [0, 1])
+def test_a_plan_with_a_count_that_was_cut_off_is_refused(kept: int) -> None:
+    text = plan_to_toml(made())
+    heads = [place.start() for place in re.finditer(r"^\[\[technique\]\]", text, re.MULTILINE)]
+    with pytest.raises(
+        UsageError, match=f"techniques are not all there: technique_count is 2, and it lists {kept}"
+    ):
+        plan_from_toml(text[: heads[kept]], Plan)
+
+
 def test_a_person_may_take_a_technique_out() -> None:
     plan = made()
-    first = dataclasses.replace(plan, entries=(PlanStep(choice=plan.entries[0].choice),))
-    assert plan_from_toml(plan_to_toml(first), Plan) == first
+    text = plan_to_toml(plan).replace("technique_count = 2\n", "")
+    second, rest = text.rindex("[[technique]]"), text.index("[[rejected]]")
+    found = plan_from_toml(text[:second] + text[rest:], Plan)
+    assert found == dataclasses.replace(plan, entries=plan.entries[:1])
+
+
+def test_figures_of_files_in_which_they_add_up_are_left_out() -> None:
+    plan = made()
+    old = plan_to_toml(plan).replace(SCHEMA, CUMULATIVE_SCHEMA)
+    found = plan_from_toml(old, Plan)
+    assert found.choices == plan.choices
+    assert [(entry.saves_bytes, entry.costs_seconds) for entry in found.entries] == [(None, None)] * 2
+
+
+def test_a_technique_that_was_not_run_alone_has_no_figures() -> None:
+    plan = made()
+    plain = dataclasses.replace(plan, entries=tuple(PlanStep(choice=choice) for choice in plan.choices))
+    text = plan_to_toml(plain)
+    assert "saves_bytes" not in text
+    assert plan_from_toml(text, Plan) == plain
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:

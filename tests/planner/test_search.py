@@ -141,7 +141,11 @@ def test_an_objective_that_is_none_is_refused() -> None:
 def test_the_lowest_peak_is_that_of_a_run() -> None:
     asked = workload(256, 4096)
     request = _request(
-        asked, 1 << 30, objective=MEMORY, allowed=frozenset({"activation-checkpointing", "micro-batching"})
+        asked,
+        1 << 30,
+        objective=MEMORY,
+        allowed=frozenset({"activation-checkpointing", "micro-batching"}),
+        recipes=False,
     )
     plan = PlanSearch(Candidates(device=_device(), request=request)).plan()
     assert plan.after.peak_allocated_bytes < plan.before.peak_allocated_bytes / 3

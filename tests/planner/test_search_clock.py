@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import time
 import tomllib
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,12 +17,15 @@ from tests import warm
 from tests.planner.test_search import CONTEXT, GPU, MIB, workload
 
 from vramfit.errors import UsageError
+from vramfit.planner import gradient_check, planner_child
 from vramfit.planner.api import plan as plan_for
 from vramfit.planner.candidates import Candidates
 from vramfit.planner.devices.cost import StepCost
 from vramfit.planner.devices.virtual_backend import VirtualBackend
+from vramfit.planner.gradient_check import Compared, promised_plan
 from vramfit.planner.largest_size import search_for
 from vramfit.planner.plan_file import plan_from_toml, plan_to_toml
+from vramfit.planner.planner_job import MemoryBudget, PlanJob, PlanOptions
 from vramfit.planner.plans import NothingFits, Plan, PlanRequest
 from vramfit.planner.search import PlanSearch
 from vramfit.planner.search_clock import INTERRUPTED, TIME_OVER, SearchClock, SearchStopped
@@ -163,6 +167,108 @@ def test_time_is_left_for_what_comes_behind() -> None:
     with pytest.raises(SearchStopped):
         clock.check()
     assert clock.stopped == TIME_OVER
+
+
+def test_the_first_run_is_no_measure_of_the_others() -> None:
+    second = Second()
+    clock = SearchClock(limit=100, now=second)
+    for took in (30, 2, 3):
+        with clock.running():
+            second.time += took
+    assert clock.longest == 3
+
+
+def test_the_start_of_the_planners_process_counts() -> None:
+    job = PlanJob(
+        memory=MemoryBudget(gpu=GPU, budget=CONTEXT + 800 * MIB, host_bytes=1 << 34).settled(),
+        options=PlanOptions(search_seconds=1000.0, allow=sorted(ALLOWED)),
+        asked_at=time.time() - 999.99,
+    )
+    device = VirtualBackend(GPU, alloc_conf="", host_bytes=1 << 34)
+    with pytest.raises(NothingFits, match=r"no plan for .* yet: the search had no more time after 1 runs"):
+        planner_child.plan(workload(256, 1 << 16), device, job, lambda _: None)
+
+
+def test_what_was_over_before_counts() -> None:
+    second = Second()
+    clock = SearchClock(limit=10, spent=8, now=second)
+    assert clock.seconds == 8
+    assert clock.left == 2
+
+
+def test_time_for_the_comparison_is_kept_once_there_is_a_plan() -> None:
+    second = Second()
+    clock = SearchClock(limit=10, now=second)
+    clock.kept_back, second.time = 4.0, 7.0
+    clock.check()
+    clock.found()
+    assert clock.left == 0
+    with pytest.raises(SearchStopped):
+        clock.check()
+    clock.go_on()
+    clock.kept_back = 2.0
+    clock.check()
+
+
+def test_a_search_is_not_cut_short_by_what_it_can_do_without() -> None:
+    second = Second()
+    clock = SearchClock(limit=10, now=second)
+    second.time = 11
+    with clock.aside(), pytest.raises(SearchStopped):
+        clock.check()
+    assert not clock.stopped
+
+
+@pytest.mark.parametrize("limit", [7.5, 9.5])
+def test_a_limited_search_uses_its_time(limit: float) -> None:
+    assert whole_search()[1] > limit
+    search, device = searched(limit)
+    plan = search.plan()
+    assert limit - 3 <= device.second.time <= limit
+    assert plan.solved.stopped == TIME_OVER
+
+
+def test_what_a_comparison_leaves_over_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    second = Second()
+    device, limit = Timed(second), 9.5
+    asked = replace(request(), search_seconds=limit)
+
+    def quick(_workload: Workload, _plan: Plan, _clock: SearchClock) -> Compared:
+        second.time += 0.5
+        return Compared(note="compared.")
+
+    monkeypatch.setattr(gradient_check, "check_promises", quick)
+    clock = SearchClock(limit=limit, now=second)
+    _, plan = promised_plan(device, asked, lambda _: None, clock)
+    assert limit - 3 <= second.time <= limit
+    assert plan.notes[-1] == "compared."
+    assert plan.solved.runs == device.runs
+
+
+def test_a_technique_at_fault_does_not_end_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    second = Second()
+    device, limit = Timed(second), 14.5
+    asked = replace(request(), search_seconds=limit)
+    left: list[float] = []
+
+    def finds(_workload: Workload, plan: Plan, clock: SearchClock) -> Compared:
+        left.append(clock.left or 0.0)
+        second.time += 2
+        wrong = [choice for choice in plan.choices if choice.name == "activation-checkpointing"]
+        note = "activation-checkpointing is left out." if wrong else "compared."
+        return Compared(note=note, fault=wrong[0] if wrong else None)
+
+    monkeypatch.setattr(gradient_check, "check_promises", finds)
+    clock = SearchClock(limit=limit, now=second)
+    try:
+        plan = promised_plan(device, asked, lambda _: None, clock)[1]
+    except NothingFits as error:
+        plan = error.plan
+    assert second.time <= limit
+    assert "activation-checkpointing is left out." in plan.notes
+    assert "activation-checkpointing" not in {choice.name for choice in plan.choices}
+    # The comparison has what was kept for it, whatever else was run.
+    assert left[0] >= limit / 4
 
 
 def test_no_time_at_all_is_refused() -> None:

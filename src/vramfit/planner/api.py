@@ -81,7 +81,8 @@ def plan(
         forbid: names of those to leave out.
         alloc_conf: allocator settings; None reads the environment.
         time_limit: seconds for one solution of the mixed-integer program.
-        search_seconds: for the whole search, which then ends with the best plan so far; None for as long as it takes.
+        search_seconds: for the whole search with the comparison of its plan's gradients, which then ends with the best
+            plan so far; None for as long as it takes.
             Ctrl-C ends it too. ``plan.solved.stopped`` says so.
         fresh: whether to ignore what earlier searches saw of ``FILE.py:NAME``.
         progress: called with what is being done.

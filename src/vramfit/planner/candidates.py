@@ -27,6 +27,7 @@ from vramfit.planner.devices.cost import (
     PROFILED_MICRO_BATCHES,
     DeviceBackend,
     StepCost,
+    cut_short,
     scaled_up,
     step_cost_with,
     with_fewer_micro_batches,
@@ -77,6 +78,9 @@ _SLACK = 0.02
 
 _QUICK_GAP, _QUICK_SECONDS = 0.02, 2.0
 """The gap and the seconds of solutions that only compare candidates."""
+
+_LEAST_SECONDS = 0.5
+"""Seconds that a solution may take where a search has no more time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -308,6 +312,9 @@ class Candidates:
         options = self.ilp_options(candidate)
         if quick:
             options = replace(options, gap=_QUICK_GAP, time_limit=min(options.time_limit, _QUICK_SECONDS))
+        left = self.clock.left
+        if left is not None:
+            options = replace(options, time_limit=min(options.time_limit, max(left, _LEAST_SECONDS)))
         found = solver.solve(candidate.step, budget, options)
         if found is not None:
             self.solver_seconds += found.seconds
@@ -336,18 +343,25 @@ class Candidates:
                 continue
             if technique.promise(setting).numerics > self.request.numerics:
                 continue  # before anything is tried
-            if isinstance(setting, MicroBatchingSetting):
-                known = self.micro_batching.setting
-                if known is None:
-                    continue
-                setting = replace(known, count=setting.count, batch_norm=setting.batch_norm)
-                if technique.promise(setting).numerics > self.request.numerics:
-                    continue
-            if isinstance(setting, GradientCachingSetting):
-                if not self.micro_batching.encoders:
-                    continue
-                setting = replace(setting, modules=self.micro_batching.encoders)
-            yield Choice(technique=technique, setting=setting)
+            settled = self.settled_choice(choice)
+            if settled is not None:
+                yield settled
+
+    def settled_choice(self, choice: Choice) -> Choice | None:
+        """A choice with what a trial found of cutting batches; None where that speaks against it."""
+        setting = choice.setting
+        if isinstance(setting, MicroBatchingSetting):
+            known = self.micro_batching.setting
+            if known is None:
+                return None
+            setting = replace(known, count=setting.count, batch_norm=setting.batch_norm)
+            if choice.technique.promise(setting).numerics > self.request.numerics:
+                return None
+        if isinstance(setting, GradientCachingSetting):
+            if not self.micro_batching.encoders:
+                return None
+            setting = replace(setting, modules=self.micro_batching.encoders)
+        return replace(choice, setting=setting)
 
     def _offers(self, candidate: Candidate) -> tuple[Choice, ...]:
         """What techniques offer, whatever their numerics; micro-batching last, which first has to be tried."""
@@ -446,7 +460,7 @@ class Candidates:
         key = key_of(choices)
         if key not in self._costs:
             try:
-                self._costs[key] = self._costed(choices, tail)
+                self._costs[key] = self.cost_or_error(choices, tail)
             except Exception as error:
                 if not choices:
                     raise
@@ -454,7 +468,8 @@ class Candidates:
                 self._costs[key] = self.unknown_cost()
         return self._costs[key]
 
-    def _costed(self, choices: tuple[Choice, ...], tail: float) -> StepCost:
+    def cost_or_error(self, choices: tuple[Choice, ...], tail: float) -> StepCost:
+        """The same, or whatever error the choices make of the workload."""
         request = self.request
         cost = self._run_cost(choices, tail, request.limit)
         if not cost.fits and cost.step_seconds == 0:
@@ -477,6 +492,7 @@ class Candidates:
             ),
             outside_bytes=profile.outside_bytes,
             step_seconds=profile.step_seconds,
+            step_flops=profile.step_flops,
         )
 
     def cost_without_limit(self, choices: tuple[Choice, ...], tail: float) -> StepCost:
@@ -489,6 +505,8 @@ class Candidates:
 
     def _run_cost(self, choices: tuple[Choice, ...], tail: float, budget: int | None) -> StepCost:
         request, cache = self.request, self.cache
+        if not cut_short(choices, request.sizes):
+            tail = 0.0  # all that is planned is run: the same run whoever asks for it
         key = (key_of(choices), budget, tail)
         known = self.kept.costs.get(key)
         if known is None and cache is not None:

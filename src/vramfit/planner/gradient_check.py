@@ -24,10 +24,10 @@ from vramfit.planner.devices.cost import DeviceBackend
 from vramfit.planner.devices.virtual_backend import VirtualBackend
 from vramfit.planner.largest_size import search_for
 from vramfit.planner.output_check import OutputCheck, compare_outputs, outputs_of
-from vramfit.planner.plans import NothingFits, Plan, PlanRequest
+from vramfit.planner.plans import MEMORY, THROUGHPUT, NothingFits, Plan, PlanRequest
 from vramfit.planner.search import PlanSearch
 from vramfit.planner.search_cache import Runs, SearchCache
-from vramfit.planner.search_clock import SearchClock, TimeOver, limited
+from vramfit.planner.search_clock import TIME_OVER, SearchClock, TimeOver, limited
 from vramfit.planner.seeding import generators_kept
 from vramfit.planner.state_check import differing_states, settled
 from vramfit.planner.trial_attempts import TrialAttempt, most_model_bytes, ways_to_try
@@ -93,12 +93,14 @@ class Compared:
     by: str = ""
 
 
-def check_promises(workload: Workload, plan: Plan) -> Compared:
+def check_promises(workload: Workload, plan: Plan, clock: SearchClock | None = None) -> Compared:
     """Compare a plan's gradients with the plain program's on this machine's CPU.
 
     Args:
         plan: with its sizes, and the FLOPs of a plain step.
+        clock: of the search, whose limit the comparison keeps to.
     """
+    clock = clock or SearchClock()
     choices = tuple(choice for choice in plan.choices if choice.name not in _COMPILING)
     skipped = " and ".join(choice.name for choice in plan.choices if choice.name in _COMPILING)
     left = (
@@ -107,12 +109,14 @@ def check_promises(workload: Workload, plan: Plan) -> Compared:
     if not choices:
         return Compared(note=left)
     found = (
-        _compared(workload, plan, choices) if workload.trains else _outputs_compared(workload, plan, choices)
+        _compared(workload, plan, choices, clock)
+        if workload.trains
+        else _outputs_compared(workload, plan, choices, clock)
     )
     return replace(found, note=f"{found.note} {left}".strip())
 
 
-def _compared(workload: Workload, plan: Plan, choices: Sequence[Choice]) -> Compared:
+def _compared(workload: Workload, plan: Plan, choices: Sequence[Choice], clock: SearchClock) -> Compared:
     """The comparison of some of a plan's techniques."""
     shapes, sizes = _shapes(workload), plan.aim.sizes or workload.sizes
     paths = frozenset(path for path, _ in shapes.named_modules())
@@ -120,11 +124,10 @@ def _compared(workload: Workload, plan: Plan, choices: Sequence[Choice]) -> Comp
     for way in _ways(workload, plan, _bytes_of(shapes)):
         comparison = _Comparison(workload, way, paths, sizes[batch_size_name(sizes)])
         try:
-            with limited(SearchClock(), _LONGEST):
+            with limited(clock, _LONGEST, part=1.0):
                 found = comparison.of(choices)
-            if isinstance(found, _Broken):  # whose fault it is has to be known, however long that takes
-                with limited(SearchClock(), math.inf):
-                    return comparison.blamed(found)
+            if isinstance(found, _Broken):
+                return _blamed(comparison, found, clock)
             return found
         except _NothingToCompareError as error:
             why = error.message
@@ -142,6 +145,19 @@ def _compared(workload: Workload, plan: Plan, choices: Sequence[Choice]) -> Comp
     )
 
 
+def _blamed(comparison: _Comparison, broken: _Broken, clock: SearchClock) -> Compared:
+    """Whose fault it is, however long that takes; where a search has no time for it, what promises least.
+
+    Raises:
+        _NothingToCompareError: nothing can be compared with the plain program.
+    """
+    try:
+        with limited(clock, math.inf, part=1.0):
+            return comparison.blamed(broken)
+    except TimeOver:
+        return comparison.suspected(broken)
+
+
 def _shapes(workload: Workload) -> nn.Module:
     """The workload's model, without values where it can be made so."""
     try:
@@ -156,7 +172,9 @@ def _bytes_of(model: nn.Module) -> int:
     return sum(4 * parameter.numel() for parameter in model.parameters())
 
 
-def _outputs_compared(workload: Workload, plan: Plan, choices: Sequence[Choice]) -> Compared:
+def _outputs_compared(
+    workload: Workload, plan: Plan, choices: Sequence[Choice], clock: SearchClock
+) -> Compared:
     """The comparison of the outputs of inference, with the model itself: a stand-in has other receptive fields."""
     name = batch_size_name(plan.aim.sizes)
     why = "the model is too large for it here"
@@ -171,7 +189,7 @@ def _outputs_compared(workload: Workload, plan: Plan, choices: Sequence[Choice])
         if way.model is not None:
             continue
         try:
-            with limited(SearchClock(), _LONGEST):
+            with limited(clock, _LONGEST, part=1.0):
                 return _judged_outputs(workload, choices, way)
         except TimeOver:
             why = "the time was over"
@@ -321,9 +339,19 @@ class _Comparison:
         Raises:
             _NothingToCompareError: nothing can be compared with the plain program.
         """
-        choices, level, check = broken.choices, broken.level, broken.check
+        choices, level = broken.choices, broken.level
         self._check_measure()
         fault = self._alone(choices) or self._left_out(choices, level) or choices[-1]
+        return Compared(note=f"{self._words_of_fault(fault, broken)}.", fault=fault)
+
+    def suspected(self, broken: _Broken) -> Compared:
+        """The technique that promises least of those that break a promise together."""
+        fault = max(broken.choices, key=lambda choice: choice.promise.numerics)
+        alone = "" if len(broken.choices) == 1 else "; there was no time to find out whose fault it is"
+        return Compared(note=f"{self._words_of_fault(fault, broken)}{alone}.", fault=fault)
+
+    def _words_of_fault(self, fault: Choice, broken: _Broken) -> str:
+        check = broken.check
         if check.state:
             by = (
                 f"by {check.state_error:.2g} of its norm"
@@ -336,10 +364,7 @@ class _Comparison:
         else:
             what = f"the gradient of {check.worst_name} differs by {check.worst:.2g} of its norm"
         promised = fault.promise.numerics.value
-        return Compared(
-            note=f"{fault.name} is left out: compared with {self._words_of_way}, {what}, and {promised} was promised.",
-            fault=fault,
-        )
+        return f"{fault.name} is left out: compared with {self._words_of_way}, {what}, and {promised} was promised"
 
     def _alone(self, choices: Sequence[Choice]) -> Choice | None:
         for choice in choices:
@@ -516,15 +541,58 @@ def promised_plan(
                 f"{device.name} shares its memory with the host: nothing is offloaded, for it would free none.",
             )
     while True:
+        clock.kept_back = _kept_back(clock)
+        clock.go_on()
         try:
             search, found = search_for(device, request, progress, clock, cache, kept)
         except NothingFits as error:
             plan = replace(error.plan, notes=(*error.plan.notes, *notes))
             raise NothingFits(error.message, error.hint, plan) from None
-        progress("the plan's gradients beside the plain program's")
-        compared = check_promises(request.workload, found)
-        if compared.note:
-            notes = (*notes, compared.note)
+        compared = _compared_in_time(request, found, progress, clock)
         if compared.fault is None:
-            return search, replace(found, notes=(*found.notes, *notes), compared=compared.by)
+            if request.objective in (THROUGHPUT, MEMORY):
+                found, compared = _with_time_left(search, request, (found, compared), progress, clock)
+            told = (*notes, compared.note) if compared.note else notes
+            return search, replace(found, notes=(*found.notes, *told), compared=compared.by)
+        notes = (*notes, compared.note)
         request = replace(request, forbidden=request.forbidden | {compared.fault.name})
+
+
+_FOR_COMPARISON = 0.25
+"""Part of a limited search's seconds that are kept for the comparison of its plan, at most."""
+
+
+def _kept_back(clock: SearchClock) -> float:
+    """Seconds of a search that are kept for the comparison of its plan."""
+    return 0.0 if clock.limit is None else min(_LONGEST, _FOR_COMPARISON * clock.limit)
+
+
+def _compared_in_time(request: PlanRequest, plan: Plan, progress: Progress, clock: SearchClock) -> Compared:
+    """The comparison of a plan with all the time that is left of its search, which is then known to be needed again."""
+    progress("the plan's gradients beside the plain program's")
+    began, clock.kept_back = clock.seconds, 0.0
+    compared = check_promises(request.workload, plan, clock)
+    clock.kept_back = clock.seconds - began
+    return compared
+
+
+def _with_time_left(
+    search: PlanSearch,
+    request: PlanRequest,
+    best: tuple[Plan, Compared],
+    progress: Progress,
+    clock: SearchClock,
+) -> tuple[Plan, Compared]:
+    """A search that was cut short goes on in the time that the comparison of its plan left over.
+
+    What it comes to is taken where it keeps its promises, too.
+    """
+    found, compared = best
+    if found.solved.stopped != TIME_OVER or not (clock.left or 0.0) > clock.longest:
+        return best
+    clock.go_on()
+    better = search.plan()
+    if better.choices == found.choices:
+        return better, compared
+    again = _compared_in_time(request, better, progress, clock)
+    return best if again.fault is not None else (better, again)

@@ -353,7 +353,7 @@ class _Growing:
 
     def _grow(self) -> None:
         request, name = self.request, self.name
-        smallest = replace(request, objective=MEMORY, entries=False)
+        smallest = replace(request, objective=MEMORY, entries=False, recipes=False)
         first = PlanSearch(self._candidates(smallest))
         try:
             lean = first.plan()

@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from vramfit.planner.activation_ilp.decisions import IlpSolution, activation_choices
-from vramfit.planner.candidates import Candidate, Candidates, ScoredCandidate, key_of
+from vramfit.planner.candidates import Candidate, Candidates, ScoredCandidate
 from vramfit.planner.devices.cost import StepCost
-from vramfit.planner.plan_file import PlanFigures, PlanStep, PlanTarget, SolverStats
+from vramfit.planner.plan_file import OtherWay, PlanFigures, PlanStep, PlanTarget, SolverStats
 from vramfit.planner.plans import MEMORY, NothingFits, Plan
-from vramfit.planner.search_clock import INTERRUPTED, TIME_OVER, SearchStopped
+from vramfit.planner.search_clock import INTERRUPTED, TIME_OVER
 from vramfit.techniques import Choice, find_technique
-from vramfit.units import format_bytes
+from vramfit.units import counted, format_bytes
 
 _TRIES = 10
 """Runs with which a solution is brought within the budget."""
@@ -33,12 +33,14 @@ class FittedCandidate:
     Attributes:
         choices: with those for activations.
         solution: of the program; None without one.
+        recipe: its name, where people would do the same by hand; else empty.
     """
 
     scored: ScoredCandidate
     choices: tuple[Choice, ...]
     solution: IlpSolution | None
     cost: StepCost
+    recipe: str = ""
 
 
 def fit_to_budget(
@@ -66,6 +68,7 @@ def fit_to_budget(
     fitting: FittedCandidate | None = None
     closest: FittedCandidate | None = None
     failed_at: int | None = None
+    less = round(_CLOSE * limit)
     for _ in range(tries):
         solution = candidates.solve(candidate, target, quick=quick)
         if solution is None:
@@ -90,6 +93,9 @@ def fit_to_budget(
             continue
         if fitting is None or cost.step_seconds <= fitting.cost.step_seconds:
             fitting = tried
+        if cost.retries and target > low:  # a little less may do without them
+            failed_at, target, less = target, max(low, target - less), 2 * less
+            continue
         headroom = limit - cost.total_bytes
         if not solution.decisions or headroom < _CLOSE * limit or least:
             break
@@ -118,8 +124,21 @@ def not_run(candidates: Candidates, scored: ScoredCandidate) -> FittedCandidate:
 _HOW_STOPPED = {TIME_OVER: "had no more time", INTERRUPTED: "was interrupted"}
 
 
-def build_plan(candidates: Candidates, fitted: FittedCandidate, seconds: float) -> Plan:
+def build_plan(
+    candidates: Candidates,
+    fitted: FittedCandidate,
+    seconds: float,
+    *,
+    entries: tuple[PlanStep, ...] | None = None,
+    rejected: tuple[OtherWay, ...] = (),
+    freedom: tuple[OtherWay, ...] = (),
+) -> Plan:
     """The plan of the techniques that fit best, found by a search of so many seconds.
+
+    Args:
+        entries: its techniques with what each changes; None for what is not known.
+        rejected: what else was tried.
+        freedom: recipes beyond what is allowed.
 
     Raises:
         NothingFits: it does not stay within the budget.
@@ -127,12 +146,12 @@ def build_plan(candidates: Candidates, fitted: FittedCandidate, seconds: float) 
     plain, solution, cost = candidates.plain, fitted.solution, fitted.cost
     before = _plain_figures(plain)
     plan = Plan(
-        entries=_entries(candidates, fitted, before),
+        entries=tuple(PlanStep(choice=choice) for choice in fitted.choices) if entries is None else entries,
         aim=replace(_target(candidates), torch=str(torch.__version__)),
         before=before,
         after=cost.figures,
         solved=SolverStats(
-            status="nothing to choose" if solution is None else solution.status,
+            status=_status(fitted),
             gap=None if solution is None else solution.gap,
             seconds=candidates.solver_seconds,
             runs=candidates.runs,
@@ -141,11 +160,20 @@ def build_plan(candidates: Candidates, fitted: FittedCandidate, seconds: float) 
             first_plan_seconds=candidates.clock.first_plan,
             stopped=candidates.clock.stopped or None,
         ),
-        notes=(*_stopped(candidates, seconds), *candidates.notes(fitted.choices)),
+        notes=(*_stopped(candidates, seconds), *_retries(cost), *candidates.notes(fitted.choices)),
+        rejected=rejected,
+        freedom=freedom,
     )
     if not plan.fits:
         raise _nothing_yet(candidates, plan) if candidates.clock.stopped else _nothing_fits(plan, plain)
     return plan
+
+
+def _status(fitted: FittedCandidate) -> str:
+    """How the decisions were found."""
+    if fitted.recipe:
+        return f"the recipe of {fitted.recipe}"
+    return "nothing to choose" if fitted.solution is None else fitted.solution.status
 
 
 def _plain_figures(plain: Candidate) -> PlanFigures:
@@ -186,40 +214,15 @@ def _stopped(candidates: Candidates, seconds: float) -> tuple[str, ...]:
     )
 
 
-def _entries(candidates: Candidates, fitted: FittedCandidate, before: PlanFigures) -> tuple[PlanStep, ...]:
-    """Each technique with what it changes beyond those before it."""
-    choices = fitted.choices
-    if not candidates.request.entries:
-        return tuple(PlanStep(choice=choice) for choice in choices)
-    entries = []
-    total, seconds = before.total_bytes, before.step_seconds
-    for count, choice in enumerate(choices, 1):
-        after, step = _with_these(candidates, choices[:count], fitted) or (total, seconds)
-        entries.append(PlanStep(choice=choice, saves_bytes=total - after, costs_seconds=step - seconds))
-        total, seconds = after, step
-    return tuple(entries)
-
-
-def _with_these(
-    candidates: Candidates, choices: tuple[Choice, ...], fitted: FittedCandidate
-) -> tuple[int, float] | None:
-    """Bytes of the device and seconds of a step, from a run that there was already where there was one.
-
-    None where they cannot be run.
-    """
-    cost: StepCost = fitted.cost
-    if choices != fitted.choices:
-        if candidates.known(key_of(choices)) and (candidate := candidates.run(choices)) is not None:
-            return (
-                candidate.profile.peak_reserved_bytes + candidate.profile.outside_bytes,
-                candidate.step.seconds,
-            )
-        candidates.progress(f"what {choices[-1].name} does")
-        try:
-            cost = candidates.cost_without_limit(choices, fitted.scored.candidate.step.tail_seconds)
-        except (Exception, SearchStopped):  # some do not run without those that come after them
-            return None
-    return cost.total_bytes, cost.step_seconds
+def _retries(cost: StepCost) -> tuple[str, ...]:
+    """That the plan fits only because caches are emptied, where it does."""
+    if not cost.retries:
+        return ()
+    return (
+        f"The budget is so tight that torch's allocator empties its cache {counted(cost.retries, 'time')} in each step "
+        f"and asks the driver anew: {1e3 * cost.retry_seconds:.3g} ms of a step, by estimate. Fragmentation beyond "
+        "what was simulated would end the training: a few hundred MiB more are safer.",
+    )
 
 
 def _nothing_yet(candidates: Candidates, plan: Plan) -> NothingFits:

@@ -29,9 +29,20 @@ from vramfit.techniques import (
 from vramfit.units import format_bytes
 from vramfit.writing import write_text
 
-SCHEMA = "vramfit.plan/1"
+SCHEMA = "vramfit.plan/2"
 
-_KEYS = frozenset({"schema", "notes", "compared", "aim", "before", "after", "solved", "technique"})
+CUMULATIVE_SCHEMA = "vramfit.plan/1"
+"""Of files in which what a technique saves and costs counts beyond those before it; such figures are left out."""
+
+_COUNT = "technique_count"
+"""The key by which a file that was cut off between two techniques is known."""
+
+_KEYS = frozenset(
+    {
+        *("schema", "notes", "compared", "aim", "before", "after", "solved", "technique"),
+        *("rejected", "freedom", _COUNT),
+    }
+)
 
 T = TypeVar("T")
 P = TypeVar("P", bound="PlanContents")
@@ -51,6 +62,8 @@ class PlanFigures:
         host_bytes: most that was pinned on the host, and what else techniques hold there.
         step_seconds: estimated; 0 where it did not come to the end of a step.
         step_flops: of a step; 0 where nobody counted them.
+        retries: how often torch's allocator empties its cache in each step, since the device has no memory left.
+        retry_seconds: what that costs, as part of `step_seconds`.
     """
 
     peak_allocated_bytes: int
@@ -59,21 +72,47 @@ class PlanFigures:
     host_bytes: int = 0
     step_seconds: float = 0.0
     step_flops: int = 0
+    retries: int = 0
+    retry_seconds: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanStep:
-    """One technique of a plan.
+    """One technique of a plan, with what removing it alone would change.
 
     Attributes:
         choice: the technique with its setting.
-        saves_bytes: of the device's total, beyond what the entries before it save; negative where it costs some.
-        costs_seconds: per step, beyond the entries before it; negative where it makes the step quicker.
+        saves_bytes: how much more the device's total would be without it; negative where it would be less. None where
+            that was not run, or does not run.
+        costs_seconds: how much quicker a step would be without it; negative where it would be slower. None as above.
     """
 
     choice: Choice
-    saves_bytes: int = 0
-    costs_seconds: float = 0.0
+    saves_bytes: int | None = None
+    costs_seconds: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OtherWay:
+    """What a plan was compared with: a recipe, or another combination of techniques.
+
+    Attributes:
+        name: a recipe's own, such as ``full checkpointing``; else its techniques in words.
+        why: why it is not the plan, in words.
+        numerics: how far its results may differ.
+        total_bytes: that the device has to have; 0 where it did not run.
+        step_seconds: estimated; 0 where it did not run.
+        fits: whether it stays within the budget.
+        predicted: whether the figures are predictions; else they are those of a run.
+    """
+
+    name: str
+    why: str
+    numerics: Numerics = Numerics.ROUNDING
+    total_bytes: int = 0
+    step_seconds: float = 0.0
+    fits: bool = False
+    predicted: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,6 +178,8 @@ class PlanContents:
         notes: what a reader should know, a sentence each.
         compared: what the plan's gradients were compared with: which model, and how many examples of it; empty where
             they were not, and None where nobody tried, as in plans that people write.
+        rejected: what was tried and is not the plan, the quickest of those that fit first.
+        freedom: recipes that change results more than was allowed, run for the comparison alone.
     """
 
     entries: tuple[PlanStep, ...]
@@ -148,6 +189,8 @@ class PlanContents:
     solved: SolverStats = field(default_factory=SolverStats)
     notes: tuple[str, ...] = ()
     compared: str | None = None
+    rejected: tuple[OtherWay, ...] = ()
+    freedom: tuple[OtherWay, ...] = ()
 
     @property
     def choices(self) -> tuple[Choice, ...]:
@@ -194,6 +237,7 @@ def plan_to_toml(plan: PlanContents) -> str:
         )
     )
     document["schema"] = SCHEMA
+    document[_COUNT] = len(plan.entries)
     if plan.notes:
         document["notes"] = _plain_list(list(plan.notes))
     if plan.compared is not None:
@@ -202,11 +246,15 @@ def plan_to_toml(plan: PlanContents) -> str:
     document["before"] = _table(plan.before)
     document["after"] = _table(plan.after)
     document["solved"] = _table(plan.solved)
-    techniques = tomlkit.aot()
-    for entry in plan.entries:
-        techniques.append(_entry(entry, promised=plan.compared != ""))
-    if plan.entries:
-        document["technique"] = techniques
+    for name, tables in (
+        ("technique", [_entry(entry, promised=plan.compared != "") for entry in plan.entries]),
+        ("rejected", [_table(other) for other in plan.rejected]),
+        ("freedom", [_table(other) for other in plan.freedom]),
+    ):
+        if tables:
+            document[name] = tomlkit.aot()
+            for table in tables:
+                document[name].append(table)
     return mask_text(tomlkit.dumps(document))
 
 
@@ -224,9 +272,11 @@ def _entry(entry: PlanStep, *, promised: bool) -> Table:
         table.add(
             tomlkit.comment(f"{promise.numerics.value} by construction, not compared: see vramfit verify")
         )
-    table["saves_bytes"] = entry.saves_bytes
-    table["saves_bytes"].comment(format_bytes(entry.saves_bytes))
-    table["costs_seconds"] = entry.costs_seconds
+    if entry.saves_bytes is not None:
+        table["saves_bytes"] = entry.saves_bytes
+        table["saves_bytes"].comment(format_bytes(entry.saves_bytes))
+    if entry.costs_seconds is not None:
+        table["costs_seconds"] = entry.costs_seconds
     setting = tomlkit.table()
     for name, value in setting_to_plain(entry.choice.setting).items():
         setting[name] = _item(value)
@@ -305,7 +355,7 @@ def plan_from_toml(text: str, kind: type[P], *, name: str = "the plan") -> P:
         raise UsageError(
             f"{name} is not valid TOML: {error}", "Correct it, or make it anew with vramfit plan"
         ) from error
-    if document.get("schema") != SCHEMA:
+    if document.get("schema") not in (SCHEMA, CUMULATIVE_SCHEMA):
         raise UsageError(
             f"{name} is not a plan: its schema is {document.get('schema')!r}, not {SCHEMA!r}",
             "Give a file that vramfit plan wrote",
@@ -314,46 +364,66 @@ def plan_from_toml(text: str, kind: type[P], *, name: str = "the plan") -> P:
         if unknown := sorted(set(document) - _KEYS):
             raise UsageError(f"it has an unknown key {unknown[0]!r}", f"It has {', '.join(sorted(_KEYS))}")
         found = kind(
-            entries=tuple(_read_entry(entry) for entry in _tables(document.get("technique", []))),
+            entries=tuple(_read_entry(entry) for entry in _tables(document, "technique")),
             aim=_read(PlanTarget, document.get("aim", {}), "aim"),
             before=_read(PlanFigures, document.get("before", {}), "before"),
             after=_read(PlanFigures, document.get("after", {}), "after"),
             solved=_read(SolverStats, document.get("solved", {}), "solved"),
             notes=decode(document.get("notes", []), tuple[str, ...], "notes"),
             compared=decode(document.get("compared"), str | None, "compared"),
+            rejected=tuple(_read(OtherWay, one, "rejected") for one in _tables(document, "rejected")),
+            freedom=tuple(_read(OtherWay, one, "freedom") for one in _tables(document, "freedom")),
         )
         check_together(found.choices)
-        _check_whole(found)
+        if document["schema"] == CUMULATIVE_SCHEMA:
+            _check_sums(found)
+            return replace(found, entries=tuple(PlanStep(choice=choice) for choice in found.choices))
+        _check_count(found, document.get(_COUNT))
         return found
     except UsageError as error:
         raise UsageError(f"{name}: {error.message}", error.hint) from error
 
 
-def _check_whole(plan: PlanContents) -> None:
+_CUT_OFF = "its techniques are not all there"
+
+
+def _check_count(plan: PlanContents, count: Any) -> None:
     """Refuse a plan that lacks techniques, as a file does that was cut off between two of them.
 
-    What techniques save and cost, each beyond those before it, adds up to what lies between the figures before and
-    after. Nothing can be told where all of them are missing, nor where they have no figures, since they were not run
-    one by one or since a person wrote the plan.
+    A person who writes one need not count.
+    """
+    if count is not None and count != len(plan.entries):
+        raise UsageError(
+            f"{_CUT_OFF}: {_COUNT} is {count}, and it lists {len(plan.entries)}",
+            f"Copy the file again or make it anew; if you changed the list yourself, correct {_COUNT} or take it out",
+        )
+
+
+def _check_sums(plan: PlanContents) -> None:
+    """The same for a file without a count, in which figures of techniques add up from before to after.
+
+    Nothing can be told where all of them are missing, nor where they have no figures, since they were not run one by
+    one or since a person wrote the plan.
     """
     before, after = plan.before, plan.after
-    saved = sum(entry.saves_bytes for entry in plan.entries)
-    seconds = before.step_seconds + sum(entry.costs_seconds for entry in plan.entries)
+    saved = sum(entry.saves_bytes or 0 for entry in plan.entries)
+    seconds = before.step_seconds + sum(entry.costs_seconds or 0.0 for entry in plan.entries)
     known = any(entry.saves_bytes or entry.costs_seconds for entry in plan.entries) and before != after
     if not known or not before.total_bytes or not after.total_bytes:
         return
     bytes_agree = saved == before.total_bytes - after.total_bytes
     if not bytes_agree or not math.isclose(seconds, after.step_seconds, rel_tol=1e-6, abs_tol=1e-9):
         raise UsageError(
-            "its techniques are not all there: what they save and cost does not add up to the figures before and after",
+            f"{_CUT_OFF}: what they save and cost does not add up to the figures before and after",
             "Copy the file again or make it anew; if you changed the list yourself, take out saves_bytes and "
             "costs_seconds of every technique",
         )
 
 
-def _tables(found: Any) -> list[Mapping[str, Any]]:
+def _tables(document: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
+    found = document.get(name, [])
     if not isinstance(found, list) or not all(isinstance(entry, Mapping) for entry in found):
-        raise UsageError("technique is not a list of tables", "Write [[technique]] above each")
+        raise UsageError(f"{name} is not a list of tables", f"Write [[{name}]] above each")
     return found
 
 

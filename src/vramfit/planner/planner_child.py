@@ -116,7 +116,8 @@ def plan(
     """
     request = plan_request(workload, job)
     check_workload(workload, request.sizes, progress)
-    clock = SearchClock(limit=request.search_seconds)
+    spent = max(0.0, time.time() - job.asked_at) if job.asked_at else 0.0
+    clock = SearchClock(limit=request.search_seconds, spent=spent)
     cache = None if evidence is None else SearchCache(evidence.beside / SEARCH_FILE, evidence)
     with interruptible(clock):
         if request.objective == PRICE:

@@ -162,11 +162,14 @@ class PlanJob(PlannerJob):
     Attributes:
         options: what is asked of the plan and of the search.
         fresh: whether what earlier searches saw is left aside.
+        asked_at: seconds of the system's clock when the plan was asked for, from which on its search counts; 0 where
+            that does not matter.
     """
 
     task: str = "plan"
     options: PlanOptions = field(default_factory=PlanOptions)
     fresh: bool = False
+    asked_at: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -113,7 +114,7 @@ def plan_in_child(
     from vramfit.planner.plans import Plan
     from vramfit.planner.search import PlanFound
 
-    job = PlanJob(target=target, memory=memory.settled(), options=options, fresh=fresh)
+    job = PlanJob(target=target, memory=memory.settled(), options=options, fresh=fresh, asked_at=time.time())
     answer = run_task(job, PlanFound, progress)
     if isinstance(answer, Failure):
         if "plan" not in answer.found:

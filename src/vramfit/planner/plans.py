@@ -49,6 +49,7 @@ class PlanRequest:
         time_limit: seconds for one solution of the program.
         entries: whether what each technique saves and costs is found by a run of its own.
         search_seconds: for the whole search; None for as long as it takes.
+        recipes: whether what people try by hand is run before the search goes on.
     """
 
     workload: Workload
@@ -64,6 +65,7 @@ class PlanRequest:
     time_limit: float = 10.0
     entries: bool = True
     search_seconds: float | None = None
+    recipes: bool = True
 
     def __post_init__(self) -> None:
         """Refuse names that belong to no technique."""

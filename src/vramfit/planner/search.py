@@ -16,7 +16,16 @@ from typing import Any
 
 from vramfit.errors import UsageError
 from vramfit.planner.activation_ilp.decisions import activation_choices
-from vramfit.planner.candidates import Candidate, Candidates, ScoredCandidate, choice_key, key_of
+from vramfit.planner.candidates import (
+    ACTIVATIONS,
+    Candidate,
+    Candidates,
+    ScoredCandidate,
+    choice_key,
+    key_of,
+)
+from vramfit.planner.devices.cost import StepCost
+from vramfit.planner.hand_recipes import HandRecipe
 from vramfit.planner.memory_estimate import Effect, MemoryEstimate, Part, Parts, guesses
 from vramfit.planner.plan_builder import (
     FittedCandidate,
@@ -25,7 +34,11 @@ from vramfit.planner.plan_builder import (
     fit_to_budget,
     not_run,
 )
+from vramfit.planner.plan_entries import entries_of
+from vramfit.planner.plan_file import OtherWay
 from vramfit.planner.plans import MEMORY, THROUGHPUT, Plan, PlanRequest
+from vramfit.planner.recipe_runs import RecipeRuns
+from vramfit.planner.rejections import beyond_ways, rejected_ways
 from vramfit.planner.search_clock import INTERRUPTED, SearchClock, SearchStopped
 from vramfit.techniques import Choice, check_together
 
@@ -49,8 +62,12 @@ _FITTED_CANDIDATES = 4
 _FIRST_TRIES = 3
 """Runs with which a candidate is brought within the budget while there is no plan at all."""
 
-_SPARED = 4
-"""Runs for which time is left at the end of a limited search: those that bring its best plan within the budget."""
+_SPARED = (4, 2)
+"""Runs for which time is left at the end of a limited search: those that bring its best plan within the budget, and
+say what each technique changes. What is left of that time after all goes to another round."""
+
+_FOR_ENTRIES = 2
+"""Of them, those that say what techniques change."""
 
 _WORTH = 0.005
 """Part of a step's seconds below which a technique more is not worth it."""
@@ -102,10 +119,15 @@ class PlanSearch:
     _tried: set[Any] = field(default_factory=set)
     _scores: dict[Any, ScoredCandidate] = field(default_factory=dict)
     _fitted: list[FittedCandidate] = field(default_factory=list)
+    _recipes: RecipeRuns = field(init=False)
+    _beyond: RecipeRuns = field(init=False)
+    _seconds: float = 0.0
 
     def __post_init__(self) -> None:
         """Register the first techniques."""
         self._choices.update((choice_key(choice), choice) for choice in self.start)
+        self._recipes = RecipeRuns(self.candidates, self._keep_recipe)
+        self._beyond = RecipeRuns(self.candidates, lambda _recipe, _cost: None)
 
     @property
     def request(self) -> PlanRequest:
@@ -120,53 +142,117 @@ class PlanSearch:
     def plan(self) -> Plan:
         """The best plan, or the best so far where the search is stopped; what was run is not lost then.
 
+        Called again, it goes on where it was stopped.
+
         Raises:
             NothingFits: none stays within the budget; it holds the one that came closest.
             UsageError: the workload cannot be run.
             KeyboardInterrupt: the search was interrupted before there was any plan.
         """
-        began = self.clock.seconds
-        plain = self.candidates.plain
+        began, plain = self.clock.seconds, self.candidates.plain
         check_budget(self.candidates)
+        short = False
         try:
-            self._fit_to_budget()
+            short = self._fit_to_budget()
         except SearchStopped:
             if self.clock.stopped == INTERRUPTED and not self._has_fitting():
                 raise KeyboardInterrupt from None
+            short = True
         except KeyboardInterrupt:
             if not self._has_fitting():
                 raise
             self.clock.interrupt()
-        best = min(self._fitted, key=_fit_rank, default=None)
+        best = min(self._fitted, key=self._fit_rank, default=None)
         if best is None:  # there was no time for a run of any plan
             best = not_run(self.candidates, self._scored(plain))
-        return build_plan(self.candidates, best, self.clock.seconds - began)
+        best, entries = entries_of(self.candidates, best)
+        self._run_beyond()
+        if short:
+            self.clock.run_out()
+        self._seconds += self.clock.seconds - began
+        return build_plan(
+            self.candidates,
+            best,
+            self._seconds,
+            entries=entries,
+            rejected=self._rejected(best),
+            freedom=beyond_ways(self.candidates, best, self._beyond.done),
+        )
+
+    def _rejected(self, best: FittedCandidate) -> tuple[OtherWay, ...]:
+        scored = map(self._scored, self.candidates.seen()) if self.request.recipes else ()
+        return rejected_ways(self.candidates, best, self._recipes.done, self._fitted, scored)
+
+    def _run_beyond(self) -> None:
+        """Run recipes beyond what is allowed, as far as there is time."""
+        try:
+            with self.clock.aside():
+                self._beyond.run_beyond()
+        except SearchStopped:
+            pass
+        except KeyboardInterrupt:
+            self.clock.interrupt()
+
+    def _fit_rank(self, fitted: FittedCandidate) -> tuple[float, ...]:
+        """What fitted candidates are ordered by: smaller is better."""
+        cost = fitted.cost
+        by_time = cost.fits and self.request.objective != MEMORY
+        return (not cost.fits, *(cost.time_first if by_time else cost.bytes_first))
 
     def _has_fitting(self) -> bool:
         """Whether a plan was run that fits."""
         return any(one.cost.fits for one in self._fitted)
 
-    def _fit_to_budget(self) -> None:
+    def _fit_to_budget(self) -> bool:
         """Search, and run the plans of the best candidates until one stays within the budget on the device.
+
+        Returns:
+            whether the search was cut short.
 
         Raises:
             SearchStopped: the time was over.
         """
-        short = False
-        try:
-            for _ in range(_FITTED_CANDIDATES):
-                try:
-                    with self.clock.sparing(_SPARED):
-                        best = self.best()
-                except SearchStopped:
-                    short, best = True, self._best()
+        rounds = list(_SPARED)
+        for _ in range(_FITTED_CANDIDATES):
+            short = False
+            try:
+                with self.clock.sparing(rounds[0]):
+                    self._recipes.run()
+                    self._begin_with_recipe()
+                    best = self.best()
+            except SearchStopped:
+                if self.clock.stopped:
+                    raise
+                short, best = True, self._best()
+            with self.clock.sparing(_FOR_ENTRIES if self._has_fitting() and self.request.entries else 0):
                 found = fit_to_budget(self.candidates, best, seen=self._keep)
-                if found.cost.fits or best.lowest > self.request.limit:
-                    break
-                self._add_excess(best.candidate, found)
-        finally:
-            if short:
-                self.clock.run_out()
+            if short and len(rounds) > 1:
+                rounds.pop(0)
+                continue
+            if short or found.cost.fits or best.lowest > self.request.limit:
+                return short
+            self._add_excess(best.candidate, found)
+        return False
+
+    def _begin_with_recipe(self) -> None:
+        """Let the search go on from the best recipe, where that changes more than activations."""
+        best = min(self._fitted, key=self._fit_rank, default=None)
+        if best is None or not best.recipe or not best.cost.fits:
+            return
+        base = tuple(choice for choice in best.choices if choice.name not in ACTIVATIONS)
+        self._choices.update((choice_key(choice), choice) for choice in base)
+        self.candidates.run(base)
+        if base:  # the program without them, but with others, may be quicker
+            self._explore(self.candidates.plain)
+
+    def _keep_recipe(self, recipe: HandRecipe, cost: StepCost) -> None:
+        """Keep the run of a recipe, which may be the plan."""
+        scored = self._scored(self.candidates.plain)
+        self._keep(
+            FittedCandidate(
+                scored=scored, choices=recipe.choices, solution=None, cost=cost, recipe=recipe.name
+            )
+        )
 
     def _keep(self, fitted: FittedCandidate) -> bool:
         """Keep what was run; it is never good enough."""
@@ -387,12 +473,6 @@ class PlanSearch:
             step_seconds=candidate.step.seconds + solution.extra_seconds,
             techniques=tuple(choice.words for choice in (*candidate.choices, *chosen)),
         )
-
-
-def _fit_rank(fitted: FittedCandidate) -> tuple[bool, float]:
-    """What fitted candidates are ordered by: smaller is better."""
-    cost = fitted.cost
-    return (not cost.fits, cost.step_seconds if cost.fits else float(cost.total_bytes))
 
 
 def _parts(candidate: Candidate) -> Parts:

@@ -29,24 +29,31 @@ class SearchClock:
 
     Args:
         limit: seconds that it may take; None for no limit.
+        spent: seconds of them that were over before the clock was there.
         now: the clock, in seconds.
 
     Attributes:
+        kept_back: seconds at the end that are not the search's once there is a plan: those of what checks it.
         stopped: why it was stopped: `INTERRUPTED` or `TIME_OVER`; empty while it goes on.
         first_plan: seconds after which there was a plan that fits; None without one.
     """
 
     limit: float | None = None
+    spent: float = 0.0
     now: Callable[[], float] = time.perf_counter
+    kept_back: float = 0.0
     stopped: str = ""
     first_plan: float | None = None
     _began: float = field(init=False)
+    _first: float = 0.0
     _longest: float = 0.0
+    _runs: int = 0
     _spare: int = 0
+    _aside: bool = False
 
     def __post_init__(self) -> None:
         """Start the clock."""
-        self._began = self.now()
+        self._began = self.now() - self.spent
 
     @property
     def seconds(self) -> float:
@@ -55,10 +62,19 @@ class SearchClock:
 
     @property
     def left(self) -> float | None:
-        """Seconds until the limit, less the time of the runs that are spared; None without a limit."""
-        return (
-            None if self.limit is None else max(0.0, self.limit - self.seconds - self._longest * self._spare)
-        )
+        """Seconds that the search still has, less the time of the runs that are spared; None without a limit."""
+        if self.limit is None:
+            return None
+        return max(0.0, self.limit - self._reserve - self.seconds - self.longest * self._spare)
+
+    @property
+    def _reserve(self) -> float:
+        return 0.0 if self.first_plan is None else self.kept_back
+
+    @property
+    def longest(self) -> float:
+        """Seconds of the longest run so far; the first, which loads much for all others, counts while it is alone."""
+        return self._longest if self._runs > 1 else self._first
 
     def check(self) -> None:
         """Go on only if a run as long as the longest so far would end in time.
@@ -67,9 +83,9 @@ class SearchClock:
             SearchStopped: it would not, or the search was stopped before.
         """
         if not self.stopped and self.limit is not None:
-            ahead = self._longest * (1 + self._spare)
+            ahead = self.longest * (1 + self._spare) + self._reserve
             if self.seconds + ahead > self.limit:
-                if self._spare:  # what is spared is still to be used
+                if self._spare or self._aside:  # what is spared is still to be used
                     raise SearchStopped
                 self.run_out()
         if self.stopped:
@@ -82,7 +98,12 @@ class SearchClock:
         try:
             yield
         finally:
-            self._longest = max(self._longest, self.now() - began)
+            took = self.now() - began
+            self._runs += 1
+            if self._runs == 1:
+                self._first = took
+            else:
+                self._longest = max(self._longest, took)
 
     @contextmanager
     def sparing(self, runs: int) -> Iterator[None]:
@@ -93,6 +114,15 @@ class SearchClock:
         finally:
             self._spare = before
 
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Inside is what a search can do without: where there is no time for it, the search was not cut short."""
+        before, self._aside = self._aside, True
+        try:
+            yield
+        finally:
+            self._aside = before
+
     def interrupt(self) -> None:
         """Stop the search: somebody interrupted it."""
         self.stopped = INTERRUPTED
@@ -100,6 +130,11 @@ class SearchClock:
     def run_out(self) -> None:
         """Stop the search, unless it was stopped before: the time is over."""
         self.stopped = self.stopped or TIME_OVER
+
+    def go_on(self) -> None:
+        """Let a search whose time was over use what has become free of it since."""
+        if self.stopped == TIME_OVER:
+            self.stopped = ""
 
     def found(self) -> None:
         """Note that there is a plan."""
@@ -138,8 +173,8 @@ class TimeOver(BaseException):
 
 
 @contextmanager
-def limited(clock: SearchClock, seconds: float) -> Iterator[None]:
-    """Inside, work goes on for so many seconds, and for no more than half of the time that a search has left.
+def limited(clock: SearchClock, seconds: float, *, part: float = _PART) -> Iterator[None]:
+    """Inside, work goes on for so many seconds, and for no more than a part of the time that a search has left.
 
     Args:
         clock: of the search; where it is stopped meanwhile, the work is, too.
@@ -148,7 +183,7 @@ def limited(clock: SearchClock, seconds: float) -> Iterator[None]:
         TimeOver: between two operations of torch.
     """
     left = clock.left
-    with _Limit(clock, clock.now() + (seconds if left is None else min(seconds, _PART * left))):
+    with _Limit(clock, clock.now() + (seconds if left is None else min(seconds, part * left))):
         yield
 
 
@@ -159,7 +194,7 @@ class _Limit(TorchDispatchMode):
 
     def __init__(self, clock: SearchClock, end: float) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
-        self._clock, self._end = clock, end
+        self._clock, self._end, self._stopped = clock, end, clock.stopped
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -174,6 +209,6 @@ class _Limit(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """One operation."""
-        if self._clock.stopped or self._clock.now() >= self._end:
+        if self._clock.stopped != self._stopped or self._clock.now() >= self._end:
             raise TimeOver
         return func(*args, **(kwargs or {}))

@@ -9,16 +9,19 @@ from xml.sax.saxutils import escape
 
 from rich.text import Text
 
-from vramfit.planner.plan_file import PlanFigures
+from vramfit.planner.plan_file import OtherWay, PlanFigures
 from vramfit.planner.plans import Plan
 from vramfit.planner.search import FrontierPoint
 from vramfit.report.folding import broken, table
 from vramfit.report.rendering import json_values, printed_as_lines
 from vramfit.report.text import seconds
 from vramfit.techniques import setting_to_plain
-from vramfit.units import format_bytes
+from vramfit.units import counted, format_bytes
 
-PLAN_SCHEMA = "vramfit.plan/1"
+PLAN_SCHEMA = "vramfit.plan/2"
+
+_SHOWN = 8
+"""Ways that are not the plan and are shown in the terminal; files hold all."""
 
 
 @printed_as_lines(Plan)
@@ -38,6 +41,8 @@ def _lines(plan: Plan, frontier: Sequence[FrontierPoint] = (), *, width: int) ->
             yield from broken(sentence, width)
     for note in plan.notes:
         yield from broken(Text(note, style="yellow"), width)
+    yield from _others("tried, and not the plan", plan.rejected, width)
+    yield from _others("with more freedom", plan.freedom, width)
     if frontier:
         yield Text()
         yield from table(("frontier (predicted)", "total", "step"), _points(frontier), width)
@@ -66,6 +71,12 @@ def _head(plan: Plan) -> Iterator[Text]:
     yield Text(
         f"  {format_bytes(saved)} less than without the plan; results: {_results(plan)}{_slower(plan)}"
     )
+    if retries := plan.after.retries:
+        yield Text(
+            f"  In each step the allocator empties its cache {counted(retries, 'time')}, which takes "
+            f"{seconds(plan.after.retry_seconds)} (estimated)",
+            style="yellow",
+        )
 
 
 def _results(plan: Plan) -> str:
@@ -104,8 +115,8 @@ def _techniques(plan: Plan) -> list[list[Text]]:
     return [
         [
             Text(entry.choice.words),
-            Text(format_bytes(entry.saves_bytes)),
-            Text(_signed_seconds(entry.costs_seconds)),
+            Text("" if entry.saves_bytes is None else format_bytes(entry.saves_bytes)),
+            Text("" if entry.costs_seconds is None else _signed_seconds(entry.costs_seconds)),
             Text(_promised(plan, entry.choice.promise.numerics.value)),
         ]
         for entry in plan.entries
@@ -127,6 +138,29 @@ def _promises(plan: Plan) -> Iterator[Text]:
     for choice in plan.choices:
         if note := choice.promise.note:
             yield Text(f"{choice.name}: {note}.", style="dim")
+
+
+def _others(title: str, ways: Sequence[OtherWay], width: int) -> Iterator[Text]:
+    """What is not the plan: recipes first, whose names people know, then what else was run."""
+    if not ways:
+        return
+    shown = sorted((way for way in ways if not way.predicted), key=lambda way: way.why.startswith("not run"))
+    shown = shown[:_SHOWN]
+    if shown:
+        yield Text()
+        rows = [
+            [
+                Text(way.name),
+                Text(format_bytes(way.total_bytes) if way.total_bytes else ""),
+                Text(seconds(way.step_seconds) if way.step_seconds else ""),
+            ]
+            for way in shown
+        ]
+        yield from table(
+            (title, "total", "step"), rows, width, notes=[Text(way.why, style="dim") for way in shown]
+        )
+    if rest := len(ways) - len(shown):
+        yield from broken(Text(f"{counted(rest, 'more combination')} in the plan's file", style="dim"), width)
 
 
 def _points(frontier: Sequence[FrontierPoint]) -> list[list[Text]]:
@@ -172,9 +206,15 @@ def _json_values(plan: Plan, frontier: Sequence[FrontierPoint] = ()) -> dict[str
             for entry in plan.entries
         ],
         "solved": asdict(plan.solved),
+        "rejected": [_way(way) for way in plan.rejected],
+        "freedom": [_way(way) for way in plan.freedom],
         "notes": list(plan.notes),
         "frontier": [asdict(point) | {"techniques": list(point.techniques)} for point in frontier],
     }
+
+
+def _way(way: OtherWay) -> dict[str, Any]:
+    return asdict(way) | {"numerics": way.numerics.value}
 
 
 # -- the frontier as a picture -----------------------------------------------------------------------------------

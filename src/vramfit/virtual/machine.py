@@ -33,7 +33,7 @@ from vramfit.trace.outcome import AttentionFallback
 from vramfit.trace.settings import GIVEN_BY_OPTION
 from vramfit.virtual.data_dependent.assume import Assume, Assumptions, assumption
 from vramfit.virtual.kernels.measured import MeasuredTable
-from vramfit.virtual.op_call import WorkspaceAsker
+from vramfit.virtual.op_call import OpCall, WorkspaceAsker
 from vramfit.virtual.pinned import PinnedMemory
 from vramfit.virtual.simulated_streams import BlockEvents, Clock, Engine, StreamTable
 
@@ -188,6 +188,7 @@ class Hooks:
             Without it the device's allocator is asked directly.
         free: serves ``torch.cuda.caching_allocator_delete``: (device, address).
         oom_observers: what the program attached to hear of memory running out; see `Machine.notify_oom`.
+        on_work: called with each op that a card computes, once its results are known.
     """
 
     snapshot_provider: Callable[[], dict[str, Any]] | None = None
@@ -202,6 +203,7 @@ class Hooks:
     malloc: Callable[[int, int, int], int] | None = None
     free: Callable[[int, int], None] | None = None
     oom_observers: list[Callable[[int, int, int, int], object]] = field(default_factory=list)
+    on_work: Callable[[OpCall], None] | None = None
 
 
 class _ThreadState(threading.local):

@@ -183,7 +183,7 @@ class OpRunner(TorchDispatchMode):
         if plan.expects:
             self._expect(call)
         call.device = device = plan.device
-        self.machine.advance(plan.microseconds, device)
+        self._let_work(call, device, plan.microseconds)
         shading, shades = self.shading, plan.shades
         if shades is _FOLLOW or (shades is _IF_KNOWN and not shading.stays_unknown(call, tensors)):
             shading.follow(call)
@@ -297,8 +297,14 @@ class OpRunner(TorchDispatchMode):
     def _work(self, call: OpCall, device: int) -> float:
         """Let a card work on an op for the microseconds that are returned."""
         microseconds = 1e6 * roofline.seconds(call, self.machine.devices[device].spec, self.machine.rates)
-        self.machine.advance(microseconds, device)
+        self._let_work(call, device, microseconds)
         return microseconds
+
+    def _let_work(self, call: OpCall, device: int, microseconds: float) -> None:
+        """Let a card work on an op for so long."""
+        self.machine.advance(microseconds, device)
+        if self.machine.hooks.on_work is not None:
+            self.machine.hooks.on_work(call)
 
     def _expect(self, call: OpCall) -> None:
         """Follow expectations: a tensor that is written loses its own, and one that is made may get one."""

@@ -30,8 +30,11 @@ class StepCost:
         peak_reserved_bytes: most bytes that torch's allocator held; on the CPU the same as allocated.
         outside_bytes: memory of the device outside torch: the CUDA context.
         host_bytes: most bytes that were pinned on the host, and what else techniques hold there.
-        step_seconds: of the last step.
+        step_seconds: of the last step, with what its retries cost.
         step_flops: of the last step.
+        retries: how often the allocator emptied its cache in that step, since the device had no memory left; it does so
+            in every step.
+        retry_seconds: what that costs, as part of `step_seconds`; see `retry_cost.py`.
         oom: the message of the request that failed, or empty.
     """
 
@@ -42,6 +45,8 @@ class StepCost:
     host_bytes: int = 0
     step_seconds: float = 0.0
     step_flops: int = 0
+    retries: int = 0
+    retry_seconds: float = 0.0
     oom: str = ""
 
     @property
@@ -54,7 +59,19 @@ class StepCost:
             host_bytes=self.host_bytes,
             step_seconds=self.step_seconds,
             step_flops=self.step_flops,
+            retries=self.retries,
+            retry_seconds=self.retry_seconds,
         )
+
+    @property
+    def time_first(self) -> tuple[float, float]:
+        """What costs are ordered by where the quickest step is wanted: smaller is better."""
+        return self.step_seconds, self.total_bytes
+
+    @property
+    def bytes_first(self) -> tuple[float, float, float]:
+        """The same where the lowest peak is."""
+        return self.total_bytes, self.peak_allocated_bytes, self.step_seconds
 
     @property
     def total_bytes(self) -> int:
@@ -129,6 +146,11 @@ def with_fewer_micro_batches(
     return choices, dict(sizes), 1.0
 
 
+def cut_short(choices: tuple[Choice, ...], sizes: Mapping[str, int]) -> bool:
+    """Whether a plan is costed by a few of its micro-batches. On the CPU all are run all the same."""
+    return with_fewer_micro_batches(choices, sizes, COSTED_MICRO_BATCHES)[2] != 1
+
+
 def scaled_up(step: StepProfile, times: float) -> StepProfile:
     """The profile of a step with a few micro-batches as if there were so many times as many."""
     passes = step.seconds - step.tail_seconds
@@ -166,6 +188,8 @@ def step_cost_with(
         cost,
         step_seconds=cost.step_seconds + passes * (times - 1),
         step_flops=round(cost.step_flops * times),
+        retries=round(cost.retries * times),
+        retry_seconds=cost.retry_seconds * times,
     )
 
 

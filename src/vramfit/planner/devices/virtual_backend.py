@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from vramfit.errors import VramfitError
 from vramfit.gpus import GpuSpec
 from vramfit.planner.devices.cost import PeakMeter, StepCost, profile_of, started
+from vramfit.planner.devices.retry_cost import DriverCalls
 from vramfit.planner.devices.same_start import between_steps, same_start
-from vramfit.planner.step_profiler import StepProfile, StepProfiler
+from vramfit.planner.step_profiler import StepProfile, StepProfiler, flops_of
 from vramfit.techniques import Profile
 from vramfit.trace import Run
 from vramfit.virtual.gpu import VirtualGPU
+from vramfit.virtual.op_call import OpCall
 from vramfit.workload import State, Workload
 
 STEPS = 2
@@ -54,27 +57,36 @@ class VirtualBackend:
     def step_cost(self, workload: Workload, sizes: dict[str, int], budget: int | None = None) -> StepCost:
         """Run two steps on a card of `budget` bytes, or on an endless one; see `DeviceBackend.step_cost`.
 
+        Where the allocator empties its cache in the second, a third shows whether it does so in every step.
+
         Raises:
             VramfitError: the workload failed for another reason than memory.
         """
-        began = [0.0]
+        steps: list[_WatchedStep] = []
 
         def work(gpu: VirtualGPU, state: State) -> None:
-            for step in range(STEPS):
-                if step == STEPS - 1:
-                    began[0] = _seconds(gpu)
+            for _ in range(STEPS - 1):
                 workload.run_step(state, sizes)
                 between_steps()
+            while not steps or (len(steps) == 1 and steps[0].driver.retries):
+                with _watched(gpu) as step:
+                    workload.run_step(state, sizes)
+                    between_steps()
+                steps.append(step)
 
         run, host_bytes, failed = self._run(workload, work, budget)
         outcome = run.devices[0]
+        last = _WatchedStep() if failed else steps[-1]
         return StepCost(
             fits=not failed,
             peak_allocated_bytes=outcome.peak_allocated_bytes,
             peak_reserved_bytes=outcome.peak_reserved_bytes,
             outside_bytes=outcome.context_bytes,
             host_bytes=host_bytes,
-            step_seconds=0.0 if failed else run.seconds_simulated - began[0],
+            step_seconds=last.seconds + last.driver.seconds,
+            step_flops=last.flops,
+            retries=last.driver.retries,
+            retry_seconds=last.driver.seconds,
             oom=run.oom.message if failed and run.oom is not None else "",
         )
 
@@ -158,6 +170,40 @@ class VirtualBackend:
 
 def _seconds(gpu: VirtualGPU) -> float:
     return gpu._machine.clock_us / 1e6
+
+
+@dataclass(slots=True)
+class _WatchedStep:
+    """What one step took.
+
+    Attributes:
+        seconds: of the simulated clock.
+        flops: multiplications and additions.
+        driver: calls of the driver.
+    """
+
+    seconds: float = 0.0
+    flops: int = 0
+    driver: DriverCalls = field(default_factory=lambda: DriverCalls(0, 0))
+
+
+@contextmanager
+def _watched(gpu: VirtualGPU) -> Iterator[_WatchedStep]:
+    """Watch the step that runs inside; what is asked for is known once it is over."""
+    machine, found = gpu._machine, _WatchedStep()
+    allocator = machine.device().allocator
+
+    def count(call: OpCall) -> None:
+        found.flops += flops_of(call.func, call.args, call.kwargs, call.out)
+
+    began, before = _seconds(gpu), DriverCalls.of(allocator)
+    machine.hooks.on_work = count
+    try:
+        yield found
+    finally:
+        machine.hooks.on_work = None
+    found.seconds = _seconds(gpu) - began
+    found.driver = DriverCalls.of(allocator).since(before)
 
 
 class _VirtualMeter(PeakMeter):

@@ -1,0 +1,1 @@
+"""What studies/hand_recipes.py is made of."""
