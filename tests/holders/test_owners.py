@@ -41,7 +41,6 @@ def ways() -> Iterator[ModuleType]:
     yield module
     vars(sys.modules.pop("ways")).clear()
     gc.collect()
-    gc.unfreeze()
 
 
 def key(tensor: Tensor) -> int:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,14 +14,6 @@ from vramfit.runtime.survival.resumed_step import RESUMABLE, Resumed, StepLostEr
 from vramfit.torch_internals.dispatch import TorchDispatchMode
 
 pytestmark = pytest.mark.torch_versions
-
-
-@pytest.fixture(autouse=True)
-def _frozen() -> Iterator[None]:
-    """What is alive already is left out of collections, each of which would look at all of torch."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 class Stop(TorchDispatchMode):

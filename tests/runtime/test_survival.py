@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,14 +23,6 @@ from vramfit.runtime.survival.leftovers import MemoryNow, Recovery, requested_by
 pytestmark = pytest.mark.torch_versions
 
 STEPS = 3
-
-
-@pytest.fixture(autouse=True)
-def _frozen() -> Iterator[None]:
-    """What is alive already is left out of collections, each of which would look at all of torch."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.mark.parametrize("subject", SUBJECTS, ids=lambda one: one.name)

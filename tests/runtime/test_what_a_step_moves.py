@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import collections
-import gc
 import random
 import traceback
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -23,14 +21,6 @@ from vramfit.runtime.state.reach import reached_from
 from vramfit.runtime.survival.slice_copy import SliceCopy
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*complex.*")
-
-
-@pytest.fixture(autouse=True)
-def _frozen() -> Iterator[None]:
-    """What is alive already is left out of collections, each of which would look at all of torch."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 class Failing:
