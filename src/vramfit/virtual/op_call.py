@@ -185,6 +185,8 @@ class Extras:
             estimate.
         choices: what decides the estimate, or each in ``between``: those that one choice of a library decides are off
             the same way. Empty: each kind is off on its own.
+        kept_errors: of results that an op keeps and whose size is an estimate: position, and how far it may be lower
+            and higher.
     """
 
     before: tuple[int, ...] = ()
@@ -194,6 +196,7 @@ class Extras:
     between: tuple[tuple[int, ...], ...] = ()
     between_errors: tuple[tuple[int, int], ...] = ()
     choices: tuple[str, ...] = ()
+    kept_errors: tuple[tuple[int, int, int], ...] = ()
 
 
 class Spare(int):

@@ -60,6 +60,7 @@ class Placing:
                 self._adopt(out[::-1] if info.last_first else out, name, category, rests)
 
         self.take(name, extras, libraries, results, device=device, context=call.context, scale=scale)
+        self._doubt_kept(extras, name, out)
 
     def place_again(self, plan: RememberedCall, name: str, out: Any, category: Category | None) -> None:
         """`place` for a call whose requests a plan holds."""
@@ -77,8 +78,13 @@ class Placing:
 
         if plan.extras is not None or plan.libraries:
             self.take(name, extras, plan.libraries, results, device=plan.device, context=context)
+            self._doubt_kept(extras, name, out)
         else:
             results()
+
+    def _doubt_kept(self, extras: Extras, name: str, out: Any) -> None:
+        for position, below, above in extras.kept_errors:
+            self._meter.in_doubt(out[position], below, above, name)
 
     def adopt_parts(self, out: Any, name: str) -> None:
         """Place the parts that an op on compressed tensors has made; those shared with others are placed already."""

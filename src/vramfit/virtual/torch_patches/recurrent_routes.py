@@ -68,7 +68,8 @@ def _recurrent(mode: OpRunner, kind: RNNMode, original: Callable[..., Any]) -> C
             if autocast:
                 if weights[0].dtype in _CAST:
                     weight_buffer, weights = _half_weights(weights)
-                data, hx, cx = _half(data), _half(hx), None if cx is None else _half(cx)
+                cx = None if cx is None else _half(cx)
+                hx, data = _half(hx), _half(data)
             output, hy, cy, _, _ = torch.ops.aten._cudnn_rnn(
                 data,
                 list(weights),
