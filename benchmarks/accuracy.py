@@ -121,6 +121,8 @@ def print_all(
         tables.print_rows(console, rows, origin)
     tables.print_figures(console, measured)
     tables.print_bars(console, rows, measured)
+    if line := tables.exactness(rows):
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
     for line in remarks(rows):
         console.print(line, highlight=False, soft_wrap=True, markup=False)
     evidence = [row for row in rows if row.origin.is_evidence]

@@ -17,6 +17,7 @@ from recording import store
 from recordings_models import streams
 
 from comparing import published, results
+from comparing.addresses import peaks_at_recorded_addresses
 from comparing.results import Results
 from comparing.rows import Bar, Figure, Origin, Row, Stream, Tool, bars_of
 from vramfit.analysis import Measure, curves, lifetimes
@@ -106,6 +107,7 @@ def predict(recording: store.Recording, kept: Results) -> Row:
         recording.file,
         recording.file.with_suffix(".vft"),
         BENCHMARKS / "recording",
+        BENCHMARKS / "comparing" / "addresses.py",
         BENCHMARKS / "comparing" / "predictions.py",
         BENCHMARKS / "comparing" / "rows.py",
         results.versions(*ALL[recording.name].packages),
@@ -134,6 +136,8 @@ def why_not(recording: store.Recording) -> str | None:
 
 def _stream(plain: Mapping[str, Any]) -> Stream:
     lists = {name: tuple(plain[name]) for name in ("differences", "unequal")}
+    if plain.get("at_addresses") is not None:
+        lists["at_addresses"] = tuple(plain["at_addresses"])
     return Stream(**{**plain, **lists})
 
 
@@ -194,6 +198,7 @@ def _compare(recording: store.Recording, run: Run, facts: Mapping[str, Any]) -> 
         differing=sum(difference.count for difference in found),
         differences=tuple(str(difference) for difference in found[:10]),
         unequal=tuple(unequal),
+        at_addresses=peaks_at_recorded_addresses(recording.trace, run.trace),
     )
 
 

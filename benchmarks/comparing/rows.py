@@ -95,6 +95,8 @@ class Stream:
         differing: requests that only one of them makes.
         differences: the most frequent of those, in words.
         unequal: other figures that differ (segments, slack, retries, the end), in words.
+        at_addresses: peaks of allocated and of reserved bytes of the predicted requests where segments lie at the
+            recording's addresses; None where they were not replayed.
     """
 
     recorded: int
@@ -102,6 +104,7 @@ class Stream:
     differing: int
     differences: tuple[str, ...] = ()
     unequal: tuple[str, ...] = ()
+    at_addresses: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,6 +155,16 @@ class Row:
         """Whether the recorded ``allocated`` or ``reserved`` lies within our bar; None without a prediction."""
         predicted = getattr(self.figures.get(Tool.VRAMFIT), of, None)
         return None if predicted is None else self.bars.get(of, Bar()).holds(predicted, getattr(self, of))
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether both peaks are predicted to the byte."""
+        return not any(self.error(Tool.VRAMFIT, of=of) != 0 for of in ("allocated", "reserved"))
+
+    @property
+    def is_exact_at_addresses(self) -> bool:
+        """Whether they are where segments lie at the recording's addresses."""
+        return self.stream is not None and self.stream.at_addresses == (self.allocated, self.reserved)
 
     def width(self, *, of: str) -> float | None:
         """Width of our bar in percent of the prediction; None without one."""

@@ -79,6 +79,8 @@ def _print_notes(console: Console, row: Row) -> None:
         lines.append(row.note)
     if row.stream is not None:
         lines += [*row.stream.unequal, *row.stream.differences]
+        if not row.is_exact and row.stream.at_addresses is not None:
+            lines.append(_at_addresses(row, *row.stream.at_addresses))
     for of in ("allocated", "reserved"):
         bar = row.bars.get(of)
         if bar is not None and row.error(Tool.VRAMFIT, of=of):
@@ -86,6 +88,28 @@ def _print_notes(console: Console, row: Row) -> None:
             lines.append(f"{of}: {where} the bar, -{bar.below / MIB:,.1f} +{bar.above / MIB:,.1f} MiB")
     for line in lines:
         console.print(f"  {row.name}: {line}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _at_addresses(row: Row, allocated: int, reserved: int) -> str:
+    if row.is_exact_at_addresses:
+        return "with segments at the card's addresses both peaks are equal"
+    errors = (
+        f"{100 * (a - b) / b:+.3f} %" for a, b in ((allocated, row.allocated), (reserved, row.reserved))
+    )
+    return f"with segments at the card's addresses: allocated {', reserved '.join(errors)}"
+
+
+def exactness(rows: Sequence[Row]) -> str:
+    """How many rows of own recordings are equal to the byte, as predicted and with the card's addresses; or nothing."""
+    replayed = [row for row in rows if row.stream is not None and row.stream.at_addresses is not None]
+    if not replayed:
+        return ""
+    exact = sum(row.is_exact for row in replayed)
+    known = sum(row.is_exact or row.is_exact_at_addresses for row in replayed)
+    return (
+        f"Both peaks are equal to the byte in {exact} of {len(replayed)} recordings of our own, and in {known} with "
+        "segments at the card's addresses."
+    )
 
 
 def print_scores(console: Console, rows: Sequence[Row], title: str) -> list[Score]:

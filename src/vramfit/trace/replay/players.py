@@ -216,10 +216,15 @@ class WhatIfPlayer(Player):
     """
 
     def __init__(
-        self, plan: ReplaySteps, config: AllocatorConfig, torch_version: TorchVersion, total_bytes: int
+        self,
+        plan: ReplaySteps,
+        config: AllocatorConfig,
+        torch_version: TorchVersion,
+        total_bytes: int,
+        driver: Driver | None = None,
     ) -> None:
-        """Stand before the first step, on an empty card."""
-        driver = Driver(total_bytes)
+        """Stand before the first step, on an empty card: `driver`, or one of so many bytes."""
+        driver = driver or Driver(total_bytes)
         super().__init__(
             plan, CachingAllocator(driver, config=config, torch_version=torch_version, device=plan.device)
         )
