@@ -14,10 +14,12 @@ from tests.planner.test_search_clock import Second, Timed
 from vramfit.planner.candidates import Candidates
 from vramfit.planner.devices.cost import StepCost, step_cost_with
 from vramfit.planner.devices.virtual_backend import VirtualBackend
+from vramfit.planner.hand_recipes import EXPANDABLE
 from vramfit.planner.plan_builder import FittedCandidate, build_plan, fit_to_budget
 from vramfit.planner.plan_entries import entries_of
 from vramfit.planner.plan_file import OtherWay
 from vramfit.planner.plans import MEMORY, Plan, PlanRequest
+from vramfit.planner.recipe_runs import RecipeRuns
 from vramfit.planner.search import PlanSearch
 from vramfit.planner.search_clock import SearchClock
 from vramfit.report import json_text, render
@@ -230,3 +232,15 @@ def test_a_plan_with_emptied_caches_says_so() -> None:
     lines = render(plan, width=140)
     assert "the allocator empties its cache 2 times, which takes 20 ms (estimated)" in lines
     assert (plan.after.retries, plan.after.retry_seconds) == (2, 0.02)
+
+
+def test_no_recipe_sets_the_allocator_twice() -> None:
+    """Caches that are emptied in spite of expandable segments are no reason to ask for these again."""
+    asked = request(allowed=frozenset({"activation-checkpointing", "allocator-settings"}))
+    tight = Retrying(GPU, alloc_conf="", host_bytes=1 << 34)
+    tight.above = 0
+    recipes = RecipeRuns(Candidates(device=tight, request=asked), keep=lambda _recipe, _cost: None)
+    recipes.run()
+    names = [run.recipe.name for run in recipes.done]
+    assert any(name.endswith(f" with {EXPANDABLE}") for name in names)
+    assert not any(name.count(EXPANDABLE) > 1 for name in names)

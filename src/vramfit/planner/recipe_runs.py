@@ -190,7 +190,8 @@ class RecipeRuns:
         if not beyond:
             self.keep(recipe, cost)
         fragmented = cost.peak_allocated_bytes + cost.outside_bytes <= candidates.request.limit
-        if self._on_card() and fragmented and not (cost.fits and not cost.retries):
+        has_setting = any(choice.technique.name == ALLOCATOR for choice in recipe.choices)
+        if self._on_card() and fragmented and not has_setting and not (cost.fits and not cost.retries):
             self._run(recipe + expandable_segments(), beyond=beyond)
 
     def _cost(self, recipe: HandRecipe, tail: float) -> StepCost:
