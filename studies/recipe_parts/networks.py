@@ -92,7 +92,14 @@ def _t5() -> nn.Module:
 
     return T5ForConditionalGeneration(
         T5Config(
-            vocab_size=4096, d_model=256, d_kv=32, d_ff=1024, num_layers=3, num_heads=8, dropout_rate=0.0
+            vocab_size=4096,
+            d_model=256,
+            d_kv=32,
+            d_ff=1024,
+            num_layers=3,
+            num_heads=8,
+            dropout_rate=0.0,
+            decoder_start_token_id=0,
         )
     )
 

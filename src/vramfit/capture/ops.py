@@ -17,9 +17,14 @@ identity = object.__hash__
 Rule = Callable[..., Any]
 """A rule of an op, of which this floor knows that it can be called; `vramfit.virtual.op_runner.Handler` is one."""
 
-_LAST_FIRST = frozenset({"aten.native_dropout", "aten._fused_dropout"})
-"""Ops whose CUDA kernels make their results from the last to the first: the mask of a dropout (Dropout.cu:
-dropout_cuda; the recorded stream of eor-nn shows it) before what is kept."""
+_MADE_FIRST = {
+    "aten.native_dropout": (1,),
+    "aten._fused_dropout": (1,),
+    "aten._scaled_dot_product_cudnn_attention": (6, 7),
+}
+"""Positions of results that a CUDA kernel makes before the others: the mask of a dropout (Dropout.cu: dropout_cuda),
+seed and offset of cuDNN's attention (native/transformers/cuda/attention.cu: _cudnn_attention_forward). Recorded streams
+show both."""
 
 
 class OpInfo:
@@ -32,7 +37,7 @@ class OpInfo:
         mutated: positions and names of the arguments that it writes.
         view: its results only alias its arguments, and nothing is written.
         fresh: at least one result has a storage of its own.
-        last_first: its kernel makes the last result first.
+        made_first: positions of results that its kernel makes before the others.
         random: it draws random numbers.
         takes_generator: it has a ``generator`` argument.
         plans: what calls of it did, by what `key_of` makes of their arguments (op_cache.py).
@@ -49,7 +54,7 @@ class OpInfo:
         "fresh",
         "func",
         "handler",
-        "last_first",
+        "made_first",
         "mutated",
         "name",
         "overload",
@@ -75,7 +80,7 @@ class OpInfo:
         results = schema.returns
         self.fresh = any(r.alias_info is None and "Tensor" in str(r.type) for r in results)
         self.view = bool(results) and not self.mutated and all(r.alias_info is not None for r in results)
-        self.last_first = self.name in _LAST_FIRST
+        self.made_first = _MADE_FIRST.get(self.name, ())
         self.random = torch.Tag.nondeterministic_seeded in func.tags
         self.takes_generator = any(a.name == "generator" for a in schema.arguments)
         has_kernel = dispatch.has_kernel
@@ -88,6 +93,13 @@ class OpInfo:
         self.plans: dict[Any, Any] = {}
         self.direct = getattr(handler, "hands_on", False) or (handler is None and not self.composite)
         self.direct_forward = self.direct or getattr(handler, "backward_only", False)
+
+    def as_made(self, results: Any) -> Any:
+        """What belongs to each result, in the order in which the op's kernel makes them."""
+        if not self.made_first:
+            return results
+        rest = [result for position, result in enumerate(results) if position not in self.made_first]
+        return [*(results[position] for position in self.made_first), *rest]
 
 
 class OpTable:

@@ -34,6 +34,7 @@ from vramfit.torch_internals.dispatch import (
     TorchDispatchMode,
     TorchDispatchModeKey,
     get_dispatch_mode,
+    take_apart,
 )
 from vramfit.torch_internals.fake_tensors import FakeTensor
 from vramfit.trace import Category, EventKind, TraceBuilder
@@ -367,7 +368,7 @@ class MeterMode(TorchDispatchMode):
         if leaves is Leaves.PARTS and torch.is_inference_mode_enabled():
             # Below autograd's keys composite ops arrive whole; a card's allocator sees what they are made of.
             with self:
-                parts = func.decompose(*args, **kwargs)
+                parts = take_apart(func, args, kwargs)
             if parts is not NotImplemented:
                 return parts
         meter = self.meter

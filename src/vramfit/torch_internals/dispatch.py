@@ -49,3 +49,14 @@ nn_functions: Any = _FEATURE.find("torch._C._nn")
 
 CURRENT_MODE = "_get_current_dispatch_mode"
 """The function of torch/utils/_python_dispatch.py, as modules of torch bind it."""
+
+
+def take_apart(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a composite op by its kernel in C++, as torch does above autograd's keys.
+
+    ``OpOverload.decompose`` prefers kernels in Python (torch/_decomp), which ask for other memory: that of ``dropout``
+    copies in evaluation, and that of ``matmul`` folds other shapes. NotImplemented where there is no kernel.
+    """
+    if has_kernel(func.name(), "CompositeImplicitAutograd"):
+        return func._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+    return func.decompose(*args, **kwargs)

@@ -121,7 +121,7 @@ class VirtualMode(OpRunner):
             # Below autograd's keys, at which torch takes composite ops apart, they arrive whole: in inference mode,
             # on tensors made in it, inside a kernel and inside operators over functions.
             with self:
-                parts = func.decompose(*args, **kwargs)
+                parts = dispatch.take_apart(func, args, kwargs)
             if parts is not NotImplemented:
                 return parts
         call = OpCall(func, info, args, kwargs)

@@ -154,7 +154,7 @@ def _results(
         return (), ()
     results = list(enumerate(out if isinstance(out, (list, tuple)) else (out,)))
     fresh, others = [], []
-    for position, result in results[::-1] if info.last_first else results:
+    for position, result in info.as_made(results):
         if not placed(result):
             continue
         if outputs[position][0] == Output.FRESH:

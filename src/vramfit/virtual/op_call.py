@@ -180,6 +180,7 @@ class Extras:
         after: those allocated once the outputs exist, in order.
         between: for ops that make one output after the other, the i-th are allocated once the i-th output exists and
             are gone before the next one does.
+        until: position of the part of ``between`` with which those ``before`` go; -1: when the kernel returns.
         error_bytes, error_below_bytes: how far their real sum may lie above and below, where a closed library decides.
         between_errors: bytes by which each of ``between`` may be lower and higher; empty where nothing there is an
             estimate.
@@ -197,6 +198,7 @@ class Extras:
     between_errors: tuple[tuple[int, int], ...] = ()
     choices: tuple[str, ...] = ()
     kept_errors: tuple[tuple[int, int, int], ...] = ()
+    until: int = -1
 
 
 class Spare(int):

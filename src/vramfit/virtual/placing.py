@@ -20,10 +20,17 @@ from vramfit.virtual.op_call import OpCall
 from vramfit.virtual.workspaces import Workspaces
 
 NO_EXTRAS = Extras()
+Release = Callable[[], None]
+"""Gives back what a kernel took before its results."""
+
 _CERTAIN = Resting()
 _CAT = torch.ops.aten.cat.default
 _PADS = [f"{how}_pad{n}d" for how in ("reflection", "replication") for n in (1, 2, 3)]
 _JOINING = {_CAT, *(getattr(torch.ops.aten, pad).default for pad in ("constant_pad_nd", *_PADS))}
+
+
+def _nothing() -> None:
+    """A kernel that took nothing before its results gives nothing back."""
 
 
 class Placing:
@@ -53,11 +60,11 @@ class Placing:
             rests, scale = self._resting(call, extents)
         libraries = kernels.blas_libraries(call)
 
-        def results() -> None:
+        def results(release: Release) -> None:
             if extras.between:
-                self._adopt_in_turn(out, name, category, rests, extras, device, scale)
+                self._adopt_in_turn(out, name, category, rests, extras, device, scale, release)
             elif info.fresh or info.mutated:
-                self._adopt(out[::-1] if info.last_first else out, name, category, rests)
+                self._adopt(info.as_made(out), name, category, rests)
 
         self.take(name, extras, libraries, results, device=device, context=call.context, scale=scale)
         self._doubt_kept(extras, name, out)
@@ -70,9 +77,9 @@ class Placing:
             return
         extras = plan.extras or NO_EXTRAS
 
-        def results() -> None:
+        def results(release: Release) -> None:
             if extras.between:
-                self._results_again_in_turn(plan, name, out, category, extras)
+                self._results_again_in_turn(plan, name, out, category, extras, release)
             else:
                 self._results_again(plan, name, out, category)
 
@@ -80,7 +87,7 @@ class Placing:
             self.take(name, extras, plan.libraries, results, device=plan.device, context=context)
             self._doubt_kept(extras, name, out)
         else:
-            results()
+            results(_nothing)
 
     def _doubt_kept(self, extras: Extras, name: str, out: Any) -> None:
         for position, below, above in extras.kept_errors:
@@ -108,6 +115,7 @@ class Placing:
         out: tuple[Any, ...],
         category: Category | None,
         extras: Extras,
+        release: Release,
     ) -> None:
         meter, device = self._meter, plan.device
         fresh = {position: (nbytes, described) for position, nbytes, described in plan.fresh}
@@ -116,6 +124,8 @@ class Placing:
                 nbytes, described = fresh[position]
                 meter.place(out[position], nbytes, device, name, plan.op, described, category)
             self._hold_between(position, extras, device, name)
+            if position == extras.until:
+                release()
 
     def _hold_between(
         self,
@@ -138,7 +148,7 @@ class Placing:
         name: str,
         extras: Extras,
         libraries: tuple[Blas, ...],
-        results: Callable[[], None],
+        results: Callable[[Release], None],
         *,
         device: int,
         context: KernelContext,
@@ -146,7 +156,7 @@ class Placing:
     ) -> None:
         """Place an op's results by calling `results`, with its kernel's temporaries and the workspaces of `libraries`.
 
-        Temporaries may really be as small and as large as the multiples in `scale`.
+        `results` is given a function that gives back what was taken before. Temporaries may really be as small and as large as the multiples in `scale`.
 
         Raises:
             torch.OutOfMemoryError: the card is full.
@@ -157,10 +167,15 @@ class Placing:
             meter.widen(device, below, above, name)
         held: list[Held] = []
         addresses: list[int] = []
+
+        def release() -> None:
+            meter.give_back(reversed(held), device)
+            held.clear()
+
         try:
             if extras.before:
                 held += meter.temporary(extras.before, device, name, scale)
-            results()
+            results(release)
             if extras.after:
                 held += meter.temporary(extras.after, device, name, scale)
             for blas in libraries:
@@ -222,9 +237,12 @@ class Placing:
         extras: Extras,
         device: int,
         scale: tuple[float, float],
+        release: Release,
     ) -> None:
         """Place results one after the other, each with the temporaries of its own computation."""
         for position, result in enumerate(out):
             if result is not None:
                 self._adopt(result, op, category, rests)
             self._hold_between(position, extras, device, op, scale)
+            if position == extras.until:
+                release()

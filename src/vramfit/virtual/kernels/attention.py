@@ -55,6 +55,10 @@ def flash_splits(blocks: int, multiprocessors: int, key_blocks: int) -> int:
     return 1
 
 
+_RANDOM_STATE = 16
+"""Bytes of a second random state, which every forward pass that was recorded on an H100 makes and drops."""
+
+
 def _flash_head(size: int) -> int:
     return round_up(size, 32 if size <= 128 else 64)
 
@@ -72,17 +76,19 @@ def _flash_forward(
     windowed: bool = False,
     splits: int = 0,
 ) -> Extras | None:
-    if dropout > 0 or not batch:
-        return None  # split-key kernels know no dropout
+    if not batch:
+        return None
+    if dropout > 0:
+        return _extras([], [_RANDOM_STATE])  # split-key kernels know no dropout
     if length == 1 and heads > key_heads and not windowed:
         length, heads = heads // key_heads, key_heads  # heads that share a key head become queries of it
     if splits < 1:
         key_blocks = ceil_div(keys, 256 if size <= 64 else 128 if size <= 128 else 64)
         splits = flash_splits(batch * heads * ceil_div(length, 64), 2 * ctx.spec.sm_count, key_blocks)
     if splits == 1:
-        return None
+        return _extras([], [_RANDOM_STATE])
     rows = splits * batch * heads * length
-    return _extras([], [rows * _FLOAT, rows * _flash_head(size) * _FLOAT])
+    return _extras([], [rows * _FLOAT, rows * _flash_head(size) * _FLOAT, _RANDOM_STATE])
 
 
 def _sdp_flash_forward(call: OpCall) -> Extras | None:

@@ -49,6 +49,12 @@ up to four times everything else (220 of 246).
 
 What else an engine of the list would take bounds the estimate. Half precision was not measured.
 
+NOTE [Patches]
+Half precision of contiguous images, filters of 16 x 16 that read three colours (ViT): everything is transposed, with the
+colours filled up to 16 bytes, and gradients of the filters have three sums in float32 besides. Five workspaces of four
+recordings of an H100 are that to the byte (torch 2.11, cuDNN 9.19): 73,793,552, 38,469,648 and 81,264,656 forward,
+92,668,048 and 57,344,144 backward.
+
 NOTE [Choices]
 Which engine comes first for filters of 1 x 1 and for several groups changes from release to release, card to card and
 batch to batch, for many shapes at once. 9.10, 9.19 and 9.26 were asked about RegNets, MnasNet, MobileNets and ResNet-50
@@ -105,6 +111,12 @@ _OFTEN_BY_IMAGE, _EVER_BY_IMAGE = 4, 20
 
 _COLOURS = 3
 """Most channels of an image as it is fed in."""
+
+_PATCH_EDGE = 8
+"""Least width and height of filters that are taken to read patches: 16 were recorded, 4 and 7 run otherwise."""
+
+_COUNTERS = 16
+"""Bytes of counters beside transposed tensors."""
 
 _HOPPER = 90
 """Compute capability of the cards whose engines were measured call by call. See NOTE [TF32]."""
@@ -165,6 +177,12 @@ class Shapes:
     def few_pixels(self) -> bool:
         """Images that the filters make are small."""
         return math.prod(self.images[1][2:]) <= _FEW_IMAGE_PIXELS
+
+    @property
+    def is_patches(self) -> bool:
+        """Large filters that read an image's colours in half precision, as vision transformers cut their patches."""
+        wide = min(self.weight[2:], default=0) >= _PATCH_EDGE
+        return self.dtype in _HALVES and self.groups == 1 and self.weight[1] <= _COLOURS and wide
 
     @property
     def is_3x3(self) -> bool:
@@ -251,7 +269,21 @@ def _uncapped(shapes: Shapes, kind: Pass, ctx: KernelContext) -> tuple[int, int,
     if _transposes(shapes, ctx):
         size, most = _single_precision(shapes, kind, ctx)
         return size, max(0, most - size), size
+    if ctx.sm == _HOPPER and shapes.is_patches:
+        size = _of_patches(shapes, kind)
+        return size, whole, size
     return whole, whole, whole
+
+
+def _of_patches(shapes: Shapes, kind: Pass) -> int:
+    """Bytes for the patches of a vision transformer. See NOTE [Patches]."""
+    unit, element = 16 // shapes.dtype.itemsize, shapes.dtype.itemsize
+    read, filters = (
+        math.prod(shape) // shape[1] * round_up(shape[1], unit) * element
+        for shape in (shapes.images[0], shapes.weight)
+    )
+    padded = read + filters + math.prod(shapes.images[1]) * element + _COUNTERS
+    return padded + (3 * filters * 4 // element + 128 if kind is Pass.BACKWARD_FILTER else 0)
 
 
 def _single_precision(shapes: Shapes, kind: Pass, ctx: KernelContext) -> tuple[int, int]:

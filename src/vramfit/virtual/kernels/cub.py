@@ -48,6 +48,9 @@ _SMALL_KEYS_100 = {
     (2, 4): (512, 18),
     (2, 8): (512, 23),
 }
+# Elements of a tile of DeviceSelect::UniqueByKey by the size of keys and values (sm80_tuning, sm90_tuning).
+_UNIQUE_80 = {4: 256 * 11, 8: 192 * 7}
+_UNIQUE_90 = {4: 512 * 14, 8: 448 * 11}
 
 
 def _storage(*parts: int) -> int:
@@ -168,6 +171,22 @@ def select_bytes(count: int, element: int) -> int:
         return 0
     tile = 128 * max(1, min(40 // element, 10))
     return _storage_of_scan(_storage((ceil_div(count, tile) + _PADDING) * 8))
+
+
+def unique_by_key_bytes(count: int, key: int, ctx: KernelContext) -> int:
+    """Bytes of ``DeviceSelect::UniqueByKey`` with values as wide as the keys and int64 positions.
+
+    tuning_unique_by_key.cuh: tiles of Ampere (8.0) and Hopper, ``DefaultPolicy`` elsewhere. A descriptor holds a
+    position and a status of the same size. Recordings of an H100 have it for 4,096 to 262,144 keys of 8 bytes.
+    """
+    if not count:
+        return 0
+    if ctx.sm >= 90:
+        tile = _UNIQUE_90.get(key, 0)
+    else:
+        tile = _UNIQUE_80.get(key, 0) if 80 <= ctx.sm < 86 else 0
+    tile = tile or 64 * max(1, min(11 * 4 // key, 11))
+    return _storage_of_scan(_storage((ceil_div(count, tile) + _PADDING) * 2 * _OFFSET))
 
 
 def encode_bytes(count: int) -> int:

@@ -15,9 +15,13 @@ softmax. torch has that code compiled in, so this part is exact. The second is w
 - Data-centre Blackwell keeps the random bits of dropout in both passes, one for each weight of whole tiles, and then
   runs its own kernels at all lengths.
 
-cuDNN 9.20.0 gave these sizes and at most 512 bytes more for 436 passes of random sizes on A100, H100, B200 and RTX
-5090, and 9.10.2 for 74 on H100. Which kind of kernel runs is for a release to decide, and the bar is for that: on B200,
-9.28.1 takes one of its own where only the queries fit a tile.
+Counters and descriptors come on top: 256 bytes with Hopper's kernels, in the forward pass too, and 128 in the backward
+pass of Ampere's kind. Every pass that was recorded on an H100 and an H200 has them (cuDNN 9.19), except forward passes
+of single queries. They matter: with them the request no longer fills whole pages, and the allocator cuts elsewhere.
+
+cuDNN 9.20.0 gave these sizes and at most 512 bytes more than without counters for 436 passes of random sizes on A100,
+H100, B200 and RTX 5090, and 9.10.2 for 74 on H100. Which kind of kernel runs is for a release to decide, and the bar is
+for that: on B200, 9.28.1 takes one of its own where only the queries fit a tile.
 """
 
 from __future__ import annotations
@@ -36,6 +40,12 @@ _FLOAT = 4
 _TILE = 128
 _COUNTERS = 512
 """Bytes within which counters and descriptors of a plan stay: the smallest block of the allocator."""
+
+_OF_HOPPER = 256
+"""Bytes of them with kernels of Hopper's kind, in either pass."""
+
+_OF_AMPERE = 128
+"""Bytes of them in the backward pass of Ampere's kind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +116,8 @@ def forward_workspace(sizes: AttentionSizes, ctx: KernelContext) -> AttentionWor
     """
     bits = sizes.random_bits if ctx.capability[0] == 10 else 0
     if sizes.queries > 1:
+        if ctx.capability[0] == 9:
+            return AttentionWorkspace(size=_OF_HOPPER, above=_COUNTERS - _OF_HOPPER)
         return AttentionWorkspace(size=bits, below=bits, above=_COUNTERS)
     parts = sizes.keys // _TILE
     if ctx.capability[0] != 10:
@@ -124,11 +136,13 @@ def backward_workspace(sizes: AttentionSizes, ctx: KernelContext) -> AttentionWo
         laid_out += sizes.batch * sizes.heads * head
     major = ctx.capability[0]
     if major == 9:
-        return AttentionWorkspace(size=laid_out, above=_COUNTERS)
+        return AttentionWorkspace(size=laid_out + _OF_HOPPER, above=_COUNTERS - _OF_HOPPER)
     if major == 10 and (sizes.dropout or min(sizes.queries, sizes.keys) > _TILE):
         bits = sizes.random_bits
         return AttentionWorkspace(size=laid_out + bits, below=bits, above=own + _COUNTERS)
-    return AttentionWorkspace(size=laid_out + own, below=own, above=_COUNTERS)
+    return AttentionWorkspace(
+        size=laid_out + own + _OF_AMPERE, below=own + _OF_AMPERE, above=_COUNTERS - _OF_AMPERE
+    )
 
 
 # -- the ops -------------------------------------------------------------------------------------------------

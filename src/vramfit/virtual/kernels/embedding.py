@@ -8,7 +8,14 @@ at once what has few long segments since 2.11.
 from __future__ import annotations
 
 from vramfit.torch_internals.dispatch import OpOverload
-from vramfit.virtual.kernels.cub import scan_bytes, scan_error, select_bytes, sort_bytes, sort_error
+from vramfit.virtual.kernels.cub import (
+    scan_bytes,
+    scan_error,
+    select_bytes,
+    sort_bytes,
+    sort_error,
+    unique_by_key_bytes,
+)
 from vramfit.virtual.kernels.rules import (
     Rule,
     Scratch,
@@ -79,7 +86,11 @@ def _segments(
     accumulator = max(4, element)
     scratch.take(count * index)  # where segments start
     scratch.take(8)
-    scratch.use(select_bytes(count, index))
+    keys = scratch.take(
+        count * index
+    )  # unique ones, which nobody reads (ATen/cuda/cub.cuh, ``unique_by_key``)
+    scratch.use(unique_by_key_bytes(count, index, ctx))
+    scratch.give(keys)
     scratch.take(segments * index)  # parts of each
     scratch.take(segments * index)  # their running sum
     scratch.use(scan_bytes(segments, index))

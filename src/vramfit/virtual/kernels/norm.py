@@ -58,21 +58,26 @@ def _parameter_partials(source: torch.Tensor, normalized: Any, count: int, ctx: 
 
 
 def _layer_norm_backward(call: OpCall) -> Extras | None:
-    """``layer_norm_backward_cuda``: contiguous gradient and input, and partial sums for tall inputs."""
+    """``layer_norm_backward_cuda``: contiguous gradient and input, and partial sums for tall inputs.
+
+    The gradient is copied once the results are there, as recordings show.
+    """
     grad, source, normalized, weight = call.args[0], call.args[1], call.args[2], call.args[5]
     wanted = sum(result is not None for result in call.out[1:3])
-    copies = tuple(s for s in (dense_copy(source), dense_copy(weight), dense_copy(grad)) if s)
-    partials = tuple(s for s in _parameter_partials(source, normalized, wanted, call.context) if s)
-    return Extras(copies, partials) if copies or partials else None
+    before = tuple(s for s in (dense_copy(source), dense_copy(weight)) if s)
+    partials = _parameter_partials(source, normalized, wanted, call.context)
+    after = tuple(s for s in (dense_copy(grad), *partials) if s)
+    return Extras(before, after) if before or after else None
 
 
 def _rms_norm_backward(call: OpCall) -> Extras | None:
     """``_fused_rms_norm_backward_cuda(grad, input, normalized_shape, rstd, weight, mask)``."""
     grad, source, normalized, weight = call.args[0], call.args[1], call.args[2], call.args[4]
     wanted = 1 if call.out[1] is not None else 0
-    copies = tuple(s for s in (dense_copy(source), dense_copy(weight), dense_copy(grad)) if s)
-    partials = tuple(s for s in _parameter_partials(source, normalized, wanted, call.context) if s)
-    return Extras(copies, partials) if copies or partials else None
+    before = tuple(s for s in (dense_copy(source), dense_copy(weight)) if s)
+    partials = _parameter_partials(source, normalized, wanted, call.context)
+    after = tuple(s for s in (dense_copy(grad), *partials) if s)
+    return Extras(before, after) if before or after else None
 
 
 # -- group norm ---------------------------------------------------------------------------------------------

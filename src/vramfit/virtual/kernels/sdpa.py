@@ -460,8 +460,8 @@ def _additive_mask(
     """Turn a boolean mask into an additive one (``convert_boolean_attn_mask``, and its ``_cudnn`` form)."""
     if mask is None or mask.dtype is not torch.bool:
         return mask
-    zero = torch.scalar_tensor(0.0, dtype=dtype, device=mask.device)
-    return torch.where(mask.logical_not(), lowest, zero)
+    kept, masked = (torch.scalar_tensor(value, dtype=dtype, device=mask.device) for value in (0.0, lowest))
+    return torch.where(mask, kept, masked)
 
 
 def _mask_for_efficient(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
@@ -485,26 +485,30 @@ def _math(
     ctx: KernelContext,
 ) -> torch.Tensor:
     """``_scaled_dot_product_attention_math``, with the mask added in place as for plain tensors on a card."""
+    # As in C++, names keep tensors alive: float copies until the end, weights in the caller's type beside the product.
     dtype = query.dtype
     if dtype in _HALVES and not ctx.half_reduction_math_sdp:
         query, key, value = query.float(), key.float(), value.float()
     factor = math.sqrt(abs(scale) if scale is not None else 1.0 / math.sqrt(query.shape[-1]))
-    query = query * (-factor if scale is not None and scale < 0 else factor)
+    scaled = query * (-factor if scale is not None and scale < 0 else factor)
     if is_causal:
         if mask is not None:
             raise RuntimeError("Explicit attn_mask should not be set when is_causal=True")
-        ones = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device)
-        mask = _additive_mask(ones.tril(), query.dtype)
+        mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
+        mask = _additive_mask(mask, query.dtype)
     if enable_gqa:
         key = _repeat_heads(key, query)
         value = _repeat_heads(value, query)
-    weights = torch.matmul(query, key.transpose(-2, -1) * factor)
+    weights = torch.matmul(scaled, key.transpose(-2, -1) * factor)
     if mask is not None:
         weights = weights.add_(mask)
     weights = _aten._safe_softmax(weights, -1)
     if dropout_p > 0.0:
         weights = functional.dropout(weights, dropout_p)
-    return torch.matmul(weights, value).to(dtype)
+    also_returned = weights.to(dtype)
+    out = torch.matmul(weights, value).to(dtype)
+    del also_returned
+    return out
 
 
 def _repeat_heads(tensor: torch.Tensor, query: torch.Tensor) -> torch.Tensor:

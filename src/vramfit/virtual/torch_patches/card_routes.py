@@ -19,6 +19,7 @@ from vramfit.torch_internals import dispatch
 from vramfit.torch_internals.dispatch import has_kernel
 from vramfit.torch_internals.fake_tensors import FakeTensor
 from vramfit.virtual.kernels import sdpa
+from vramfit.virtual.kernels.linear import linear
 from vramfit.virtual.kernels.sdpa_refusals import math_fallback
 from vramfit.virtual.op_runner import OpRunner
 from vramfit.virtual.torch_patches import recurrent_routes
@@ -33,7 +34,7 @@ _WHOLE_ON_CARD = (
 
 
 def install(mode: OpRunner, patches: PatchStack) -> None:
-    """Lead attention, losses, ``one_hot`` and recurrent layers the way of a card."""
+    """Lead attention, linear layers, losses, ``one_hot`` and recurrent layers the way of a card."""
     _register_kernels(mode, patches)
     _answer_for_attention(mode, patches)
     _patch_ctc_loss(patches)
@@ -103,6 +104,7 @@ def _register_kernels(mode: OpRunner, patches: PatchStack) -> None:
         warnings.simplefilter("ignore")  # overriding a kernel on purpose
         for dispatch_key in ("AutogradCUDA", "CUDA"):
             library.impl("scaled_dot_product_attention", attention, dispatch_key)
+        library.impl("linear", linear, "AutogradCUDA")
         for name in _WHOLE_ON_CARD:
             if not has_kernel(f"aten::{name}", "CUDA"):
                 library.impl(name, _unreachable(name), "CUDA")
