@@ -156,7 +156,8 @@ class Placing:
     ) -> None:
         """Place an op's results by calling `results`, with its kernel's temporaries and the workspaces of `libraries`.
 
-        `results` is given a function that gives back what was taken before. Temporaries may really be as small and as large as the multiples in `scale`.
+        `results` gets a function that gives back what was taken before. Temporaries may really be as small and as
+        large as the multiples in `scale`.
 
         Raises:
             torch.OutOfMemoryError: the card is full.

@@ -9,10 +9,14 @@ from .support import FAKE, ask, aten, context, cuda, extras
 HALF = torch.bfloat16
 
 
-def test_flash_forward_needs_nothing_when_the_card_is_full():
+STATE = 16  # a second random state
+
+
+def test_flash_forward_splits_nothing_when_the_card_is_full():
     # A100: 108 SMs, counted twice: 4 x 32 heads x 16 blocks of 64 queries = 2048 >= 0.8 x 216
     query = cuda(4, 32, 1024, 64, dtype=HALF)
-    assert ask(aten._scaled_dot_product_flash_attention.default, query, query, query) is None
+    found = ask(aten._scaled_dot_product_flash_attention.default, query, query, query)
+    assert found == Extras(after=(STATE,))
 
 
 def test_flash_forward_splits_the_keys_of_a_decoding_step():
@@ -23,9 +27,9 @@ def test_flash_forward_splits_the_keys_of_a_decoding_step():
     assert flash_splits(32, 216, 16) == 6
     query, key = cuda(1, 32, 1, 128, dtype=HALF), cuda(1, 32, 2048, 128, dtype=HALF)
     found = ask(aten._scaled_dot_product_flash_attention.default, query, key, key)
-    assert found == Extras(after=(6 * 32 * 4, 6 * 32 * 128 * 4))
+    assert found == Extras(after=(6 * 32 * 4, 6 * 32 * 128 * 4, STATE))
     with_dropout = ask(aten._scaled_dot_product_flash_attention.default, query, key, key, 0.1)
-    assert with_dropout is None
+    assert with_dropout == Extras(after=(STATE,))
 
 
 def test_flash_forward_swaps_shared_heads_into_queries():
@@ -33,7 +37,7 @@ def test_flash_forward_swaps_shared_heads_into_queries():
     # blocks: waves 8 s / 216; eligible s = 1, 2, 3, 4, 6, 8, 16; 16 splits give 128 / 216, the most.
     query, key = cuda(1, 32, 1, 128, dtype=HALF), cuda(1, 8, 2048, 128, dtype=HALF)
     found = ask(aten._scaled_dot_product_flash_attention.default, query, key, key)
-    assert found == Extras(after=(16 * 8 * 4 * 4, 16 * 8 * 4 * 128 * 4))
+    assert found == Extras(after=(16 * 8 * 4 * 4, 16 * 8 * 4 * 128 * 4, STATE))
 
 
 def flash_backward(grad, query, key, out, ctx=None):
@@ -151,7 +155,7 @@ def test_packed_single_queries_of_grouped_heads_split_their_keys():
     op = aten._flash_attention_forward.default
     found = extras(op, args, {}, None, context())
     assert flash_splits(4 * 8, 216, 16) == 6
-    assert found == Extras(after=(6 * 4 * 8 * 4 * 4, 6 * 4 * 8 * 4 * 128 * 4))
+    assert found == Extras(after=(6 * 4 * 8 * 4 * 4, 6 * 4 * 8 * 4 * 128 * 4, STATE))
     assert extras(op, args, {"window_size_left": 100}, None, context()) is None
     assert extras(op, (*args[:5], 4, *args[6:]), {}, None, context()) is None
 
@@ -160,9 +164,9 @@ def test_a_program_may_ask_for_splits():
     query = cuda(1, 1024, 32, 64, dtype=HALF)
     args = (query, query, query, None, None, 1024, 1024, 0.0, False, False)
     op = aten._flash_attention_forward.default
-    assert extras(op, args, {}, None, context()) is None
+    assert extras(op, args, {}, None, context()) == Extras(after=(STATE,))
     found = extras(op, args, {"num_splits": 2}, None, context())
-    assert found == Extras(after=(2 * 32 * 1024 * 4, 2 * 32 * 1024 * 64 * 4))
+    assert found == Extras(after=(2 * 32 * 1024 * 4, 2 * 32 * 1024 * 64 * 4, STATE))
 
 
 def test_batches_above_65535_are_computed_in_chunks():

@@ -29,9 +29,9 @@ def conv(source, weight, ctx=None, *, stride=1, padding=1, dilation=1, transpose
     return found
 
 
-def backward(grad, source, weight, mask, ctx=None, *, padding=1, groups=1, transposed=False):
+def backward(grad, source, weight, mask, ctx=None, *, stride=1, padding=1, groups=1, transposed=False):
     rank = source.dim() - 2
-    geometry = ([1] * rank, [padding] * rank, [1] * rank, transposed, [0] * rank, groups)
+    geometry = ([stride] * rank, [padding] * rank, [1] * rank, transposed, [0] * rank, groups)
     bias = [grad.shape[1]]
     found = ask(aten.convolution_backward.default, grad, source, weight, bias, *geometry, mask, ctx=ctx)
     assert found is not None
@@ -220,6 +220,26 @@ def test_engines_without_tensor_cores_and_half_precision_keep_their_rules():
     whole = 192 * PIXELS // 2 + 128 * 64 * 9 * 2
     assert half.after == (whole,)
     assert (half.error_bytes, half.error_below_bytes) == (whole, whole)
+
+
+@pytest.mark.parametrize(
+    ("batch", "width", "size"), [(64, 768, 73_793_552), (32, 768, 38_469_648), (64, 1024, 81_264_656)]
+)
+def test_patches_of_vision_transformers_as_recorded(batch, width, size):
+    image, filters = cuda(batch, 3, 224, 224, dtype=HALF), cuda(width, 3, 16, 16, dtype=HALF)
+    found = conv(image, filters, context("H100 SXM"), stride=16, padding=0)
+    assert found.after == (size,)
+    assert found.error_below_bytes == size
+
+
+@pytest.mark.parametrize(("batch", "size"), [(64, 92_668_048), (32, 57_344_144)])
+def test_gradients_of_patches_as_recorded(batch, size):
+    grad, image = cuda(batch, 768, 14, 14, dtype=HALF), cuda(batch, 3, 224, 224, dtype=HALF)
+    filters = cuda(768, 3, 16, 16, dtype=HALF)
+    mask, ctx = [False, True, False], context("H100 SXM")
+    found = backward(grad, image, filters, mask, ctx, stride=16, padding=0)
+    assert found.between[1] == (size,)
+    assert found.until == 1
 
 
 @pytest.mark.parametrize(("kernel", "groups", "told"), [(3, 1, True), (1, 1, False), (3, 4, False)])

@@ -9,6 +9,7 @@ from vramfit.virtual.kernels.cub import (
     select_bytes,
     sort_bytes,
     sort_error,
+    unique_by_key_bytes,
 )
 
 from .support import context
@@ -95,3 +96,17 @@ def test_reductions_keep_a_result_of_every_block():
     # 108 SMs of 2048 / 256 = 8 blocks, five times over: 4320 x 4 = 17,280, rounded to 17,408
     assert reduce_bytes(1_000_000, 4, context()) == 17_408 + 255
     assert reduce_bytes(4096, 4, context()) == 1
+
+
+@pytest.mark.parametrize(("count", "size"), [(4096, 1279), (8192, 1279), (65_536, 1279), (262_144, 2047)])
+def test_recorded_selections_of_unique_tokens(count, size):
+    # Gradients of embeddings in the recordings bert-base-fp16, gpt2-small-efficient and t5-base-bf16 of an H100.
+    assert unique_by_key_bytes(count, 8, context("H100 SXM")) == size
+
+
+def test_tiles_of_unique_keys_differ_between_cards():
+    # 16 bytes a tile and 32 more, rounded up to 256 twice; tiles of 448 x 11, 192 x 7 and 64 x 5 keys
+    for card, tile in (("H100 SXM", 4928), ("B200", 4928), ("A100 80GB", 1344), ("RTX 4090", 320)):
+        tiles = -(-1_000_000 // tile) + 32
+        assert unique_by_key_bytes(1_000_000, 8, context(card)) == -(-tiles * 16 // 256) * 256 + 256 + 255
+    assert unique_by_key_bytes(0, 8, context()) == 0

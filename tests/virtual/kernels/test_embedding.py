@@ -3,7 +3,7 @@
 import torch
 
 from vramfit.virtual.kernels import Extras
-from vramfit.virtual.kernels.cub import scan_bytes, select_bytes, sort_bytes
+from vramfit.virtual.kernels.cub import scan_bytes, sort_bytes, unique_by_key_bytes
 from vramfit.virtual.kernels.rules import given_back
 
 from .support import FAKE, ask, aten, context, cuda, extras
@@ -27,9 +27,9 @@ def test_repeated_tokens_are_sorted_and_their_rows_summed():
     assert found is not None
     sort = sort_bytes(4096, 8, 8, ctx)
     assert found.before == (ids, ids, ids, sort, given_back(4), given_back(3))  # sorted, origin, a range
-    unique, scan = select_bytes(4096, 8), scan_bytes(4096, 8)
+    unique, scan = unique_by_key_bytes(4096, 8, ctx), scan_bytes(4096, 8)
     assert found.after == (
-        *(ids, 8, unique, given_back(3), ids, ids, scan, given_back(6)),
+        *(ids, 8, ids, unique, given_back(4), given_back(3), ids, ids, scan, given_back(7)),
         *(8, 4505 * 8, 4505 * 768 * 4),
     )
 

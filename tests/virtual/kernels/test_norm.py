@@ -27,6 +27,15 @@ def test_layer_norm_backward_of_usual_shapes_needs_nothing():
     assert layer_norm_backward(65_536, 768, context()) is None  # not above 64 Ki rows
 
 
+def test_layer_norm_backward_copies_a_strided_gradient_after_its_results():
+    with FAKE:
+        grad = cuda(64, 8, 32).transpose(0, 1)
+    source, row, stats = cuda(8, 64, 32), cuda(32), cuda(8, 64, 1)
+    args = (grad, source, [32], stats, stats, row, row, [True, True, True])
+    found = extras(aten.native_layer_norm_backward.default, args, {}, (source, row, row), context())
+    assert found == Extras(after=(64 * 8 * 32 * 4,))
+
+
 def test_layer_norm_backward_of_tall_inputs_sums_blocks_of_rows():
     # 131,072 rows of 768 on an A100: 24 columns of blocks < 108 / 2; 131,072 / 32 = 4096 blocks of rows, but
     # at most 32,768 / 24 = 1365. Two partial tables, then a new row for each sum.

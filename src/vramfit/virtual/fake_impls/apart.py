@@ -12,7 +12,7 @@ from typing import Any
 from vramfit.torch_internals import dispatch
 from vramfit.torch_internals.dispatch import DispatchKey
 from vramfit.virtual.fake_impls.registry import RULES, find_overload
-from vramfit.virtual.kernels.linear import LINEAR, linear
+from vramfit.virtual.kernels.linear import LINEAR, linear_below_autograd
 from vramfit.virtual.op_call import OpCall
 from vramfit.virtual.op_runner import Handler, OpRunner
 
@@ -55,7 +55,7 @@ def _taken_apart(key: Any) -> Handler:
 def _linear(mode: OpRunner, call: OpCall) -> Any:
     """A linear layer that arrives whole: in inference mode, above all."""
     with mode:
-        return linear(*call.args, **call.kwargs)
+        return linear_below_autograd(*call.args, **call.kwargs)
 
 
 def _register() -> None:

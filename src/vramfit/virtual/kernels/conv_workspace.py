@@ -50,10 +50,10 @@ up to four times everything else (220 of 246).
 What else an engine of the list would take bounds the estimate. Half precision was not measured.
 
 NOTE [Patches]
-Half precision of contiguous images, filters of 16 x 16 that read three colours (ViT): everything is transposed, with the
-colours filled up to 16 bytes, and gradients of the filters have three sums in float32 besides. Five workspaces of four
-recordings of an H100 are that to the byte (torch 2.11, cuDNN 9.19): 73,793,552, 38,469,648 and 81,264,656 forward,
-92,668,048 and 57,344,144 backward.
+Half precision of contiguous images, filters of 16 x 16 that read three colours (ViT): everything is transposed, with
+the colours filled up to 16 bytes, and gradients of the filters have three sums in float32 besides. Five workspaces of
+three recordings of an H100 are that to the byte (torch 2.11, cuDNN 9.19): 73,793,552, 38,469,648 and 81,264,656
+forward, 92,668,048 and 57,344,144 backward.
 
 NOTE [Choices]
 Which engine comes first for filters of 1 x 1 and for several groups changes from release to release, card to card and

@@ -26,8 +26,24 @@ def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
         bias: of shape (features made,).
     """
     if bias is None or not adds_in_place(input, weight, bias):
-        return LINEAR._op_dk(DispatchKey.CompositeImplicitAutograd, input, weight, bias)
+        out: torch.Tensor = LINEAR._op_dk(DispatchKey.CompositeImplicitAutograd, input, weight, bias)
+        return out
     return torch.matmul(input, weight.t()).add_(bias)
+
+
+def linear_below_autograd(
+    data: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`linear` where autograd is passed over, as in inference mode.
+
+    ``matmul`` makes one product of all rows where the weight wants a gradient (native/LinearAlgebra.cpp,
+    ``should_fold``), and its transposed view still does there; a view that is made below autograd does not.
+    """
+    if not weight.requires_grad or data.dim() < 3 or data.is_contiguous():
+        return linear(data, weight, bias)
+    rows = data.reshape(-1, data.shape[-1])
+    out = torch.mm(rows, weight.t()).view(*data.shape[:-1], weight.shape[0])
+    return out if bias is None else out.add_(bias)
 
 
 def adds_in_place(data: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> bool:
