@@ -148,8 +148,8 @@ class Driver:
 class ScatteredDriver(Driver):
     """A card whose allocations of `malloc` come from several regions, each of which falls.
 
-    As in recordings of an H100 and an H200: which region an allocation comes from differs from process to process, since
-    it hangs on what else was mapped there.
+    As in recordings of an H100 and an H200: which region an allocation comes from differs from process to process,
+    since it hangs on what else was mapped there.
 
     Args:
         draw: gives the region of each allocation, from 0 to less than `REGIONS`.

@@ -27,6 +27,7 @@ from vramfit.trace import (
     Source,
     reserved_bar,
 )
+from vramfit.trace.address_bar import address_bar
 from vramfit.units import MIB, format_bytes
 
 NO_CARD = -1
@@ -390,6 +391,15 @@ def _device(run: Run, found: DeviceOutcome, ran_out: bool, tensors: int) -> Devi
             above=bar.above + compiled.reserved_above,
             serves=bar.serves or (ran_out_here and _serves(run, breakdown, compiled)),
         )
+    below, above = found.error_below_bytes + compiled.below, found.error_above_bytes + compiled.above
+    if not ran_out and run.trace.meta.get("source") == "virtual":
+        elsewhere = address_bar(run.trace, found.index)
+        below, above = max(below, elsewhere.allocated_below), max(above, elsewhere.allocated_above)
+        bar = replace(
+            bar,
+            below=max(bar.below, elsewhere.reserved_below),
+            above=max(bar.above, elsewhere.reserved_above),
+        )
     return DeviceVerdict(
         index=found.index,
         gpu=found.gpu,
@@ -400,8 +410,8 @@ def _device(run: Run, found: DeviceOutcome, ran_out: bool, tensors: int) -> Devi
         peak_active=found.peak_active_bytes,
         headroom=found.total_bytes - found.context_bytes - found.peak_reserved_bytes,
         breakdown=breakdown,
-        error_below=found.error_below_bytes + compiled.below,
-        error_above=found.error_above_bytes + compiled.above,
+        error_below=below,
+        error_above=above,
         reserved_bar=bar,
     )
 

@@ -150,7 +150,7 @@ def estimate_cause(run: Run, device: int) -> str:
         if estimate.device == device:
             weights[_cause(run.trace, estimate)] += estimate.below + estimate.above
     if not weights:
-        return "some sizes are estimated"
+        return "the driver's addresses decide which free blocks are cut"
     (text, op), _ = weights.most_common(1)[0]
     return f"{text} ({op})" if op else text
 

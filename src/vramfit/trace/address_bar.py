@@ -6,7 +6,8 @@ block is cut, what is left of it, and whether a later request finds room: the pe
 allocated bytes, which count what a block has over its request. Recordings of an H100 and an H200 take their first
 segments from two or three regions of addresses, each of which falls, in an order that differs from process to process;
 later ones fall in one. So runs are replayed with segments drawn from several regions, the first ones alone or all of
-them, and the bar holds what came of it. It is a bar of what was tried, not a proof.
+them, and the bar is _SPANS times as wide as these differ. It is a bar of what was tried, not a proof. With the addresses
+of their recordings, replays of the same requests have the recorded peaks (benchmarks/comparing/addresses.py).
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ _REPLAYS = 10
 
 _EVENTS = 250_000
 """... and the events that they serve in all."""
+
+_SPANS = 2
+"""How many times as wide as the replays differ the bar is: recordings lay about as far."""
 
 _FIRST = 32
 """Segments that half of them draw regions for; the other half draws one for each."""
@@ -58,10 +62,10 @@ def address_bar(trace: MemoryTrace, device: int) -> AddressBar:
     found = [plain, *(_peaks(_replayed(rehearsal, number)) for number in range(count))]
     allocated, reserved = zip(*found, strict=True)
     return AddressBar(
-        allocated_below=plain[0] - min(allocated),
-        allocated_above=max(allocated) - plain[0],
-        reserved_below=plain[1] - min(reserved),
-        reserved_above=max(reserved) - plain[1],
+        allocated_below=_SPANS * (plain[0] - min(allocated)),
+        allocated_above=_SPANS * (max(allocated) - plain[0]),
+        reserved_below=_SPANS * (plain[1] - min(reserved)),
+        reserved_above=_SPANS * (max(reserved) - plain[1]),
     )
 
 
