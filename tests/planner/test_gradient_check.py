@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import replace
 from typing import Any
 
@@ -269,3 +270,23 @@ def test_a_comparison_ends_with_the_search_that_it_belongs_to() -> None:
     compared = check_promises(workload, _plan(workload, activation_checkpointing=LAYERS), clock)
     assert compared.fault is None
     assert "were not compared with the plain program's, since the time was over" in compared.note
+
+
+@pytest.mark.parametrize("again", ["the model itself", ""])
+def test_a_compared_plan_stays_before_one_that_was_not(monkeypatch: pytest.MonkeyPatch, again: str) -> None:
+    workload = all_toys()["language-tied"]
+    first, other = _plan(workload, activation_checkpointing=LAYERS), _plan(workload)
+    first = dataclasses.replace(
+        first, solved=dataclasses.replace(first.solved, stopped=gradient_check.TIME_OVER)
+    )
+
+    class Search:
+        def plan(self) -> Plan:
+            return other
+
+    monkeypatch.setattr(gradient_check, "_compared_in_time", lambda *_: gradient_check.Compared(by=again))
+    best = (first, gradient_check.Compared(by="the model itself"))
+    clock = SearchClock(limit=60.0)
+    found, compared = gradient_check._with_time_left(Search(), None, best, lambda _: None, clock)  # type: ignore[arg-type]
+    assert found is (other if again else first)
+    assert compared.by == "the model itself"

@@ -97,3 +97,22 @@ def test_what_a_pass_writes_is_seen_and_put_back(kind: str) -> None:
     assert state.written()
     state.restore()
     assert not state.written()
+
+
+READ_ONLY = {
+    "broadcast": lambda: np.broadcast_to(np.zeros(1), (3,)),
+    "from bytes": lambda: np.frombuffer(b"abcd", dtype=np.uint8),
+    "strided view": lambda: memoryview(bytearray(4))[::2],
+    "empty view": lambda: memoryview(bytearray()),
+    "bytes": lambda: memoryview(b"abcd"),
+}
+
+
+@pytest.mark.parametrize("kind", READ_ONLY)
+def test_arrays_that_cannot_be_written_are_left_alone(kind: str) -> None:
+    model = Writer(lambda model: model.namespace)
+    model.table = READ_ONLY[kind]()
+    state = ForwardState(model, lambda model, inputs: model(inputs).sum())
+    model(torch.ones(1, 2))
+    state.restore()
+    assert not state.written()

@@ -63,8 +63,8 @@ class BlockCached:
             given: what transformers hands to its own decodings.
 
         Raises:
-            UsageError: the decoding is none of greedy search, sampling and beams; the model has an encoder, or keeps
-                something else than keys and values; or a cache was given that holds tokens already.
+            UsageError: the decoding must be greedy search, sampling or beams, and is not; the model has an encoder, or
+                caches something other than keys and values; or the cache passed in already holds tokens.
             CacheFullError: the pool is too small for the sequences.
         """
         config = given["generation_config"]

@@ -585,7 +585,7 @@ def _with_time_left(
 ) -> tuple[Plan, Compared]:
     """A search that was cut short goes on in the time that the comparison of its plan left over.
 
-    What it comes to is taken where it keeps its promises, too.
+    What it comes to is taken where it keeps its promises, too, and was compared if the plan before it was.
     """
     found, compared = best
     if found.solved.stopped != TIME_OVER or not (clock.left or 0.0) > clock.longest:
@@ -595,4 +595,6 @@ def _with_time_left(
     if better.choices == found.choices:
         return better, compared
     again = _compared_in_time(request, better, progress, clock)
-    return best if again.fault is not None else (better, again)
+    if again.fault is not None or (compared.by and not again.by):
+        return best
+    return better, again

@@ -35,7 +35,7 @@ def _lines(plan: Plan, frontier: Sequence[FrontierPoint] = (), *, width: int) ->
     )
     if plan.entries:
         yield Text()
-        yield from table(("technique", "saves", "step", "promise"), _techniques(plan), width)
+        yield from table(*_techniques(plan), width)
         yield Text()
         for sentence in _promises(plan):
             yield from broken(sentence, width)
@@ -111,16 +111,21 @@ def _row(name: str, figures: PlanFigures) -> list[Text]:
     ]
 
 
-def _techniques(plan: Plan) -> list[list[Text]]:
-    return [
+def _techniques(plan: Plan) -> tuple[tuple[str, ...], list[list[Text]]]:
+    """Headings and rows; what techniques save and cost only where any of it is known."""
+    words = [[Text(entry.choice.words)] for entry in plan.entries]
+    figures = [
         [
-            Text(entry.choice.words),
             Text("" if entry.saves_bytes is None else format_bytes(entry.saves_bytes)),
             Text("" if entry.costs_seconds is None else _signed_seconds(entry.costs_seconds)),
-            Text(_promised(plan, entry.choice.promise.numerics.value)),
         ]
         for entry in plan.entries
     ]
+    promises = [[Text(_promised(plan, entry.choice.promise.numerics.value))] for entry in plan.entries]
+    if any(text.plain for row in figures for text in row):
+        parts = zip(words, figures, promises, strict=True)
+        return ("technique", "saves", "step", "promise"), [[*one, *two, *three] for one, two, three in parts]
+    return ("technique", "promise"), [[*one, *two] for one, two in zip(words, promises, strict=True)]
 
 
 def _promised(plan: Plan, level: str) -> str:

@@ -49,7 +49,7 @@ def _writes(value: Any) -> int:
 
 
 def check_sum(value: Any) -> int:
-    """Over the bits of a tensor or an array; 0 where there are none to read, as of a fake tensor."""
+    """Sum the bits of a tensor or an array; 0 for a tensor without readable bits, e.g. a fake tensor."""
     if not isinstance(value, torch.Tensor):
         return zlib.adler32(bits_of_array(value))
     if isinstance(value, FakeTensor) or type(value) not in _KINDS or not value.numel():

@@ -8,13 +8,13 @@ from typing import Any
 
 
 def is_array(value: Any) -> bool:
-    """Whether a value is an array that can be written."""
+    """Whether a value is an array that can be written: neither a read-only file in memory nor a broadcast one."""
     if isinstance(value, array.array | bytearray):
         return True
     if isinstance(value, memoryview):
-        return not value.readonly
+        return not value.readonly and value.c_contiguous and value.nbytes > 0
     numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, numpy.ndarray)
+    return numpy is not None and isinstance(value, numpy.ndarray) and bool(value.flags.writeable)
 
 
 def bits_of_array(value: Any) -> bytes:
