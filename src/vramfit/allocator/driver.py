@@ -22,6 +22,9 @@ REGIONS = 4
 _REGION_BYTES = 4 << 40
 """What lies between their tops."""
 
+_BOTTOM = CUDA_MALLOC_TOP - REGIONS * _REGION_BYTES
+"""Where the lowest of them ends."""
+
 RESERVATION_BASE = 0x10_0000_0000
 """First address that `Driver.reserve` gives: reservations lie apart from cudaMalloc's."""
 
@@ -146,18 +149,22 @@ class Driver:
 
 
 class ScatteredDriver(Driver):
-    """A card whose allocations of `malloc` come from several regions, each of which falls.
+    """A card whose allocations of `malloc` come from several regions of addresses.
 
     As in recordings of an H100 and an H200: which region an allocation comes from differs from process to process,
-    since it hangs on what else was mapped there.
+    since it depends on what else was mapped there. Each range lies right below or above the last of its region.
 
     Args:
         draw: gives the region of each allocation, from 0 to less than `REGIONS`.
+        rising: addresses of a region rise from one allocation to the next; on cards most fall.
     """
 
-    def __init__(self, total_bytes: int, outside_bytes: int = 0, *, draw: Callable[[], int]) -> None:
+    def __init__(
+        self, total_bytes: int, outside_bytes: int = 0, *, draw: Callable[[], int], rising: bool = False
+    ) -> None:
         super().__init__(total_bytes, outside_bytes)
         self._draw = draw
+        self._rising = rising
         self._regions = [_AddressSpace(number * _REGION_BYTES) for number in range(REGIONS)]
 
     def malloc(self, size: int) -> int | None:
@@ -165,11 +172,12 @@ class ScatteredDriver(Driver):
         pages = -(-size // PAGE_BYTES) * PAGE_BYTES
         if not self._claim(pages):
             return None
-        return CUDA_MALLOC_TOP - self._regions[self._draw()].take(pages) - pages
+        depth = self._regions[self._draw()].take(pages)
+        return _BOTTOM + depth if self._rising else CUDA_MALLOC_TOP - depth - pages
 
     def free(self, address: int, size: int) -> None:
         """Give back an allocation of `malloc`, with the size it was asked for."""
         pages = -(-size // PAGE_BYTES) * PAGE_BYTES
         self.mapped_bytes -= pages
-        depth = CUDA_MALLOC_TOP - address - pages
+        depth = address - _BOTTOM if self._rising else CUDA_MALLOC_TOP - address - pages
         self._regions[depth // _REGION_BYTES].give_back(depth, pages)

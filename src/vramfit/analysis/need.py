@@ -15,6 +15,8 @@ from vramfit.units import format_bytes
 _REPLAYED = 400_000
 """Events of a whole program up to which it is replayed with another setting: a report is to take seconds."""
 
+ADDRESSES = "the driver's addresses decide which free blocks are cut"
+
 _CONVOLUTIONS = "cuDNN chooses the workspaces of convolutions"
 
 _STOPPED = {
@@ -150,7 +152,7 @@ def estimate_cause(run: Run, device: int) -> str:
         if estimate.device == device:
             weights[_cause(run.trace, estimate)] += estimate.below + estimate.above
     if not weights:
-        return "the driver's addresses decide which free blocks are cut"
+        return "some sizes are estimated"
     (text, op), _ = weights.most_common(1)[0]
     return f"{text} ({op})" if op else text
 

@@ -1,13 +1,14 @@
-"""How far peaks may be off because nobody knows a driver's addresses: requests replayed with segments elsewhere.
+"""How far peaks may be off because the driver's addresses are unknown: the same requests with segments elsewhere.
 
 NOTE [Bars of addresses]
-Of equal free blocks the caching allocator takes the lowest. So it hangs on the addresses that the driver gives which
-block is cut, what is left of it, and whether a later request finds room: the peak of reserved bytes, and that of
-allocated bytes, which count what a block has over its request. Recordings of an H100 and an H200 take their first
-segments from two or three regions of addresses, each of which falls, in an order that differs from process to process;
-later ones fall in one. So runs are replayed with segments drawn from several regions, the first ones alone or all of
-them, and the bar is _SPANS times as wide as these differ. It is a bar of what was tried, not a proof. With the addresses
-of their recordings, replays of the same requests have the recorded peaks (benchmarks/comparing/addresses.py).
+Of equal free blocks the caching allocator takes the lowest. The driver's addresses therefore decide which block is
+cut, what is left of it, and whether a later request finds room. That moves the peak of reserved bytes, and the peak of
+allocated bytes, which include what a block has beyond its request. In recordings of an H100 and an H200 the first
+segments come from two or three regions of addresses, in an order that differs from process to process; addresses fall
+within each region, and later segments come from one. Requests are replayed with segments drawn from several regions:
+the first ones or all of them, falling mostly, rising in some replays. The bar is _SPANS times as wide as these peaks
+differ: a bar of what was tried, not a bound. With the addresses of a recording, replays of the virtual GPU's requests
+have the recorded peaks (benchmarks/comparing/addresses.py).
 """
 
 from __future__ import annotations
@@ -22,16 +23,21 @@ from vramfit.trace.replay.players import WhatIfPlayer
 from vramfit.trace.replay.replaying import UNKNOWN_TOTAL, Rehearsal
 
 _REPLAYS = 10
-"""Replays at most ..."""
+"""Replays at most."""
 
 _EVENTS = 250_000
-"""... and the events that they serve in all."""
+"""Events that they serve in all, about a second's worth. Longer runs are replayed _LEAST times."""
+
+_LEAST = 2
 
 _SPANS = 2
-"""How many times as wide as the replays differ the bar is: recordings lay about as far."""
+"""Width of the bar in spans of the replays' peaks. Recordings lie up to about two spans away."""
 
 _FIRST = 32
-"""Segments that half of them draw regions for; the other half draws one for each."""
+"""Segments with a drawn region in every second replay; the others draw one for every segment."""
+
+_RISING = 5
+"""One replay in this many has rising addresses."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,24 +49,38 @@ class AddressBar:
     reserved_below: int = 0
     reserved_above: int = 0
 
+    @property
+    def below(self) -> int:
+        """The larger of both below."""
+        return max(self.allocated_below, self.reserved_below)
+
+    @property
+    def above(self) -> int:
+        """The larger of both above."""
+        return max(self.allocated_above, self.reserved_above)
+
+
+NO_ADDRESS_BAR = AddressBar()
+
 
 def address_bar(trace: MemoryTrace, device: int) -> AddressBar:
     """Replay a device's requests with its segments at other addresses.
 
-    Segments that expand have one range of addresses each, whatever the driver does.
+    Expandable segments have none: each has one range of addresses, whatever the driver does.
+
+    Args:
+        device: index of the card.
 
     Raises:
         TraceFormatError: the trace contradicts itself.
     """
     rehearsal = Rehearsal(trace, device)
     if rehearsal.config.expandable_segments:
-        return AddressBar()
-    count = min(_REPLAYS, _EVENTS // max(1, len(rehearsal.plan.sizes)))
-    if not count:
-        return AddressBar()
+        return NO_ADDRESS_BAR
+    count = max(_LEAST, min(_REPLAYS, _EVENTS // max(1, len(rehearsal.plan.sizes))))
     plain = _peaks(rehearsal.what_if(rehearsal.config))
-    found = [plain, *(_peaks(_replayed(rehearsal, number)) for number in range(count))]
-    allocated, reserved = zip(*found, strict=True)
+    peaks = [plain, *(_peaks(_replayed(rehearsal, number)) for number in range(count))]
+    allocated, reserved = zip(*peaks, strict=True)
     return AddressBar(
         allocated_below=_SPANS * (plain[0] - min(allocated)),
         allocated_above=_SPANS * (max(allocated) - plain[0]),
@@ -72,7 +92,8 @@ def address_bar(trace: MemoryTrace, device: int) -> AddressBar:
 def _replayed(rehearsal: Rehearsal, number: int) -> WhatIfPlayer:
     known = rehearsal.capacity.known
     total = UNKNOWN_TOTAL if known is None else max(1, known)
-    driver = ScatteredDriver(total, draw=_draws(number, _FIRST if number % 2 else None))
+    draw = _draws(number, _FIRST if number % 2 else None)
+    driver = ScatteredDriver(total, draw=draw, rising=number % _RISING == _RISING - 1)
     player = WhatIfPlayer(rehearsal.plan, rehearsal.config, rehearsal.version, total, driver)
     rehearsal.run(player)
     return player
