@@ -407,7 +407,9 @@ def _device(run: Run, found: DeviceOutcome, ran_out: bool, tensors: int) -> Devi
     elsewhere = NO_ADDRESS_BAR
     if not ran_out and run.source is Source.VIRTUAL and run.trace.meta.get("source") == "virtual":
         elsewhere = address_bar(run.trace, found.index)
-        bar = replace(bar, below=bar.below + elsewhere.reserved_below, above=bar.above + elsewhere.reserved_above)
+        bar = replace(
+            bar, below=bar.below + elsewhere.reserved_below, above=bar.above + elsewhere.reserved_above
+        )
     return DeviceVerdict(
         index=found.index,
         gpu=found.gpu,
