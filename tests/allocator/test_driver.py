@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from vramfit.allocator import Driver
+from vramfit.allocator.driver import REGIONS, ScatteredDriver
 from vramfit.units import GIB, MIB
 
 
@@ -62,3 +63,22 @@ def test_reservations_take_addresses_but_no_memory() -> None:
 def test_nonsense_is_refused() -> None:
     with pytest.raises(ValueError, match="a card of 0 bytes"):
         Driver(0)
+
+
+@pytest.mark.parametrize("rising", [False, True])
+def test_a_scattered_driver_gives_ranges_of_several_regions(rising: bool) -> None:
+    driver = ScatteredDriver(GIB, draw=iter([0, 1, 0, 1, REGIONS - 1, 1]).__next__, rising=rising)
+    a, b, c, d, e = (driver.malloc(8 * MIB) for _ in range(5))
+    step = 8 * MIB if rising else -8 * MIB
+    assert (c - a, d - b) == (step, step)
+    assert len({address >> 42 for address in (a, b, e)}) == 3
+    driver.free(b, 8 * MIB)
+    assert driver.free_bytes == GIB - 32 * MIB
+    assert driver.malloc(8 * MIB) == b
+
+
+def test_a_scattered_driver_has_the_memory_of_one_card() -> None:
+    driver = ScatteredDriver(20 * MIB, draw=iter(range(REGIONS)).__next__)
+    assert driver.malloc(12 * MIB) is not None
+    assert driver.malloc(12 * MIB) is None
+    assert driver.malloc(7 * MIB) is not None

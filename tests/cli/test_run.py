@@ -333,7 +333,8 @@ def test_a_program_that_ran_out_is_run_again(
     device = replace(used, peak_allocated_bytes=20 * GIB, peak_reserved_bytes=20 * GIB)
     runner.again = replace(runner.again, devices=(device,))
     text = " ".join(vramfit(*verb, "--gpu", "RTX 4090", script).out.split())
-    assert "It needs 20.39 GiB in all. The smallest card that has it is" in text
+    assert "It needs 20.39 GiB in all, or up to 20.44 GiB, since the driver's addresses decide" in text
+    assert "are split. The smallest card that has it is" in text
     text = " ".join(vramfit(*verb, "--gpu", "RTX 4090", "--no-need", script).out.split())
     assert "It needs at least 8.10 GiB. How much in all is not known: it was not run again" in text
     assert "card that has it" not in text

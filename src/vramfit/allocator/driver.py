@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Callable
 
 from vramfit.units import MIB
 
@@ -14,6 +15,15 @@ CUDA_MALLOC_TOP = 0x7F80_0000_0000
 
 ENDLESS = 16 << 40
 """Memory of a card without a limit. Blocks have addresses of 48 bits, and each expandable segment takes 9/8 of it."""
+
+REGIONS = 4
+"""Regions of addresses that a `ScatteredDriver` has."""
+
+_REGION_BYTES = 4 << 40
+"""What lies between their tops."""
+
+_BOTTOM = CUDA_MALLOC_TOP - REGIONS * _REGION_BYTES
+"""Where the lowest of them ends."""
 
 RESERVATION_BASE = 0x10_0000_0000
 """First address that `Driver.reserve` gives: reservations lie apart from cudaMalloc's."""
@@ -136,3 +146,38 @@ class Driver:
     def unmap(self, address: int, size: int) -> None:  # noqa: ARG002
         """Take the memory from behind a mapped range (``cuMemUnmap``, ``cuMemRelease``)."""
         self.mapped_bytes -= -(-size // PAGE_BYTES) * PAGE_BYTES
+
+
+class ScatteredDriver(Driver):
+    """A card whose allocations of `malloc` come from several regions of addresses.
+
+    As in recordings of an H100 and an H200: which region an allocation comes from differs from process to process,
+    since it depends on what else was mapped there. Each range lies right below or above the last of its region.
+
+    Args:
+        draw: gives the region of each allocation, from 0 to less than `REGIONS`.
+        rising: addresses of a region rise from one allocation to the next; on cards most fall.
+    """
+
+    def __init__(
+        self, total_bytes: int, outside_bytes: int = 0, *, draw: Callable[[], int], rising: bool = False
+    ) -> None:
+        super().__init__(total_bytes, outside_bytes)
+        self._draw = draw
+        self._rising = rising
+        self._regions = [_AddressSpace(number * _REGION_BYTES) for number in range(REGIONS)]
+
+    def malloc(self, size: int) -> int | None:
+        """Allocate ``size`` bytes in one of the regions: the address, or None when memory runs out."""
+        pages = -(-size // PAGE_BYTES) * PAGE_BYTES
+        if not self._claim(pages):
+            return None
+        depth = self._regions[self._draw()].take(pages)
+        return _BOTTOM + depth if self._rising else CUDA_MALLOC_TOP - depth - pages
+
+    def free(self, address: int, size: int) -> None:
+        """Give back an allocation of `malloc`, with the size it was asked for."""
+        pages = -(-size // PAGE_BYTES) * PAGE_BYTES
+        self.mapped_bytes -= pages
+        depth = address - _BOTTOM if self._rising else CUDA_MALLOC_TOP - address - pages
+        self._regions[depth // _REGION_BYTES].give_back(depth, pages)

@@ -13,7 +13,7 @@ from vramfit.analysis._leaks import leaks
 from vramfit.analysis._phases import phases
 from vramfit.analysis.breakdown import Breakdown, Moment, at, oom_row, peak
 from vramfit.analysis.held_memory import held
-from vramfit.analysis.need import Need, estimate_cause, lower_bound, served_by_setting, shown_need
+from vramfit.analysis.need import ADDRESSES, Need, estimate_cause, lower_bound, served_by_setting, shown_need
 from vramfit.analysis.shortage import Shortage, context_alone
 from vramfit.analysis.uncompiled import RAN_EAGERLY, CompiledBar, compiled_bar
 from vramfit.gpus import GpuKind, GpuSpec, catalogue
@@ -27,6 +27,7 @@ from vramfit.trace import (
     Source,
     reserved_bar,
 )
+from vramfit.trace.address_bar import NO_ADDRESS_BAR, AddressBar, address_bar
 from vramfit.units import MIB, format_bytes
 
 NO_CARD = -1
@@ -83,6 +84,7 @@ class DeviceVerdict:
         error_below: bytes by which the peak of allocated bytes may be lower, since some sizes are estimates.
         error_above: bytes by which that peak may be higher.
         reserved_bar: the error bar of the peak of reserved bytes, on which the verdict rests.
+        addresses: what of these bars comes from the driver's addresses, which nobody knows beforehand.
     """
 
     index: int
@@ -97,6 +99,7 @@ class DeviceVerdict:
     error_below: int = 0
     error_above: int = 0
     reserved_bar: ReservedBar = NO_BAR
+    addresses: AddressBar = NO_ADDRESS_BAR
 
     @property
     def above(self) -> int:
@@ -204,7 +207,8 @@ class Verdict:
         if self.outcome is Outcome.DOES_NOT_FIT:
             if need is not None and need.collected:
                 return not device.reserved_bar.serves
-            return not device.reserved_bar.serves and self.needed - device.error_below > device.total
+            below = max(device.error_below, 0 if need is None else need.below)
+            return not device.reserved_bar.serves and self.needed - below > device.total
         fits = self.outcome in (Outcome.FITS, Outcome.FITS_SO_FAR)
         return fits and device.above <= device.headroom
 
@@ -277,7 +281,7 @@ def _judged(run: Run, tensors: int, offered: tuple[GpuSpec, ...]) -> Verdict:
             outcome = Outcome.UNUSED
         elif not decisive.has_room:
             outcome = Outcome.DOES_NOT_FIT
-    cause = estimate_cause(run, decisive.index) if decisive.above or decisive.below else ""
+    cause = _bar_cause(run, decisive)
     if ran_out and run.oom is not None:
         return _ran_out(run, run.oom, devices, critical, offered, cause)
     return Verdict(
@@ -359,7 +363,17 @@ def _need(run: Run, shortage: Shortage, cause: str) -> tuple[Need, str]:
         below=fullest.below,
         above=fullest.above,
     )
-    return shown_need(run, second, card, shortage.needed), estimate_cause(second, fullest.index)
+    return shown_need(run, second, card, shortage.needed), _bar_cause(second, fullest)
+
+
+def _bar_cause(run: Run, card: DeviceVerdict) -> str:
+    """What a card's error bar mostly comes from, as a clause; empty without a bar."""
+    width = card.below + card.above
+    if not width:
+        return ""
+    if 2 * (card.addresses.below + card.addresses.above) >= width:
+        return ADDRESSES
+    return estimate_cause(run, card.index)
 
 
 def _outcome(run: Run) -> Outcome:
@@ -390,6 +404,12 @@ def _device(run: Run, found: DeviceOutcome, ran_out: bool, tensors: int) -> Devi
             above=bar.above + compiled.reserved_above,
             serves=bar.serves or (ran_out_here and _serves(run, breakdown, compiled)),
         )
+    elsewhere = NO_ADDRESS_BAR
+    if not ran_out and run.source is Source.VIRTUAL and run.trace.meta.get("source") == "virtual":
+        elsewhere = address_bar(run.trace, found.index)
+        bar = replace(
+            bar, below=bar.below + elsewhere.reserved_below, above=bar.above + elsewhere.reserved_above
+        )
     return DeviceVerdict(
         index=found.index,
         gpu=found.gpu,
@@ -400,9 +420,10 @@ def _device(run: Run, found: DeviceOutcome, ran_out: bool, tensors: int) -> Devi
         peak_active=found.peak_active_bytes,
         headroom=found.total_bytes - found.context_bytes - found.peak_reserved_bytes,
         breakdown=breakdown,
-        error_below=found.error_below_bytes + compiled.below,
-        error_above=found.error_above_bytes + compiled.above,
+        error_below=found.error_below_bytes + compiled.below + elsewhere.allocated_below,
+        error_above=found.error_above_bytes + compiled.above + elsewhere.allocated_above,
         reserved_bar=bar,
+        addresses=elsewhere,
     )
 
 

@@ -15,6 +15,8 @@ from vramfit.units import format_bytes
 _REPLAYED = 400_000
 """Events of a whole program up to which it is replayed with another setting: a report is to take seconds."""
 
+ADDRESSES = "the driver's addresses decide which free blocks are split"
+
 _CONVOLUTIONS = "cuDNN chooses the workspaces of convolutions"
 
 _STOPPED = {
