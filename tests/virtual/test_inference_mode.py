@@ -22,7 +22,9 @@ FAMILIES = {
     "strided linear": lambda: nn.Linear(64, 96).cuda()(torch.randn(8, 16, 64, device="cuda").transpose(0, 1)),
     "dropout": lambda: nn.Dropout().cuda().eval()(torch.randn(256, 1024, device="cuda")),
     "matmul": lambda: torch.randn(4, 1, 8, 64, device="cuda") @ torch.randn(3, 64, 16, device="cuda"),
-    "upsample": lambda: F.interpolate(torch.randn(2, 3, 32, 32, device="cuda"), scale_factor=2, mode="bicubic"),
+    "upsample": lambda: F.interpolate(
+        torch.randn(2, 3, 32, 32, device="cuda"), scale_factor=2, mode="bicubic"
+    ),
     "norms": lambda: nn.LayerNorm(64).cuda()(nn.RMSNorm(64).cuda()(torch.randn(32, 64, device="cuda"))),
     "conv": lambda: nn.Conv2d(3, 8, 3).cuda()(torch.randn(2, 3, 32, 32, device="cuda")),
     "batch norm": lambda: nn.BatchNorm2d(3).cuda().eval()(torch.randn(2, 3, 32, 32, device="cuda")),

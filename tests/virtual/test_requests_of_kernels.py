@@ -66,7 +66,8 @@ def attention(backend: SDPBackend) -> list[int]:
 
 def test_cudnn_attention_makes_its_random_state_first() -> None:
     result = 2 * 4 * 128 * 64 * 2
-    assert attention(SDPBackend.CUDNN_ATTENTION)[3:8] == [8, 8, result, 256, -256]  # nothing for a backward pass
+    found = attention(SDPBackend.CUDNN_ATTENTION)
+    assert found[3:8] == [8, 8, result, 256, -256]  # nothing for a backward pass
 
 
 def test_flash_attention_makes_a_second_random_state() -> None:
@@ -80,7 +81,8 @@ def test_attention_by_products_keeps_its_copies_until_the_end() -> None:
     mask = [128 * 128, 128 * 128, -128 * 128, 4, 4, 128 * 128 * 4, -4, -4, -128 * 128]
     assert found[:13] == [*[2 * half] * 4, *mask]
     products = found.index(-4 * weights)
-    assert found[products + 1 : products + 4] == [2 * weights, 2 * half, half]  # weights as the caller has them, result
+    # The weights as the caller would have them, the product, and that as the caller has it.
+    assert found[products + 1 : products + 4] == [2 * weights, 2 * half, half]
     assert found[:products].count(-2 * half) == 1  # keys times a factor; the copies in float32 are there
 
 
