@@ -259,12 +259,14 @@ def _backward(call: OpCall) -> Extras | None:
     if backend is ConvBackend.CUDNN:
         return _cudnn_backward(conv, grad, call.out, summed, call.context)
     dense = torch.contiguous_format
-    before = _kept(layout_copy(grad, dense), layout_copy(conv.source, dense), layout_copy(conv.weight, dense))
-    columns: tuple[int, ...] = ()
-    if backend is not ConvBackend.DEPTHWISE:
-        columns = _kept(conv.columns(grad.shape))
-        if conv.groups > 1:  # gradients of single groups, concatenated at the end
-            before += _kept(*(0 if result is None else nbytes(result) for result in call.out[:2]))
+    copies = _kept(layout_copy(grad, dense), layout_copy(conv.source, dense), layout_copy(conv.weight, dense))
+    if backend is ConvBackend.DEPTHWISE:  # both gradients are made first, as recordings show
+        parts = ((), copies, summed) if call.out[1] is not None else (copies, (), summed)
+        return Extras(between=parts) if any(parts) else None
+    before = copies
+    columns = _kept(conv.columns(grad.shape))
+    if conv.groups > 1:  # gradients of single groups, concatenated at the end
+        before += _kept(*(0 if result is None else nbytes(result) for result in call.out[:2]))
     between = (
         columns if call.out[0] is not None else (),
         columns if call.out[1] is not None else (),
