@@ -83,6 +83,7 @@ def label(trace: MemoryTrace, row: int) -> str:
 
 def row_of(recording: store.Recording) -> Row:
     """The row of a recording, with nothing predicted yet."""
+    changed = CHANGED if recording.name in ALL and not recording.is_of_these_programs else ""
     return Row(
         name=recording.name,
         origin=Origin(recording.source.value),
@@ -92,7 +93,16 @@ def row_of(recording: store.Recording) -> Row:
         reserved=recording.peak_reserved_bytes,
         context=recording.context_bytes,
         out_of_memory=recording.facts["oom"] is not None,
-        note=CHANGED if recording.name in ALL and not recording.is_of_these_programs else "",
+        note="; ".join(filter(None, (changed, other_versions(recording.facts.get("packages", {}))))),
+    )
+
+
+def other_versions(recorded: Mapping[str, str]) -> str:
+    """Packages of which another version is installed than was recorded with: their programs ask for other memory."""
+    return ", ".join(
+        f"{name} {installed} here, {version} where it was recorded"
+        for name, version in recorded.items()
+        if (installed := results.version_of(name)) not in (version, results.ABSENT)
     )
 
 

@@ -16,6 +16,9 @@ from vramfit.writing import write_text
 
 ROOT = Path(__file__).parents[2]
 
+ABSENT = "absent"
+"""The version of a package that is not installed."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Results:
@@ -83,11 +86,12 @@ def of_vramfit() -> str:
 
 def versions(*packages: str) -> str:
     """Versions of packages as one text."""
-    return " ".join(f"{name}={_version(name)}" for name in packages)
+    return " ".join(f"{name}={version_of(name)}" for name in packages)
 
 
-def _version(name: str) -> str:
+def version_of(name: str) -> str:
+    """The installed version of a package; `ABSENT` where there is none."""
     try:
         return version(name)
     except PackageNotFoundError:
-        return "absent"
+        return ABSENT

@@ -173,3 +173,11 @@ def test_finished_results_are_found_by_content(tmp_path: Path) -> None:
     assert second != first and digest(source, "torch 2.14") != second
     kept.put("row", second, {"bytes": 2})
     assert kept.get("row", first) is None and kept.get("row", second) == {"bytes": 2}
+
+
+def test_a_row_says_which_versions_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = {"transformers": "5.23.0", "timm": "1.0.29"}
+    monkeypatch.setattr(predictions.results, "version", installed.__getitem__)
+    assert predictions.other_versions({"timm": "1.0.29"}) == ""
+    found = predictions.other_versions({"transformers": "5.17.0", "timm": "1.0.29"})
+    assert found == "transformers 5.23.0 here, 5.17.0 where it was recorded"

@@ -97,3 +97,18 @@ def test_dropout_in_evaluation_hands_its_input_on_in_inference_mode() -> None:
             return F.dropout(torch.ones(1000, device="cuda"), training=False)
 
     assert requests(work) == [4000]
+
+
+def test_a_copied_image_is_gone_before_the_bias_is_summed() -> None:
+    """Convolution.cpp hands the copy to the call that makes both gradients, and sums the bias afterwards."""
+
+    def work() -> object:
+        layer = nn.Conv2d(3, 64, 3, padding=1).cuda().to(memory_format=torch.channels_last)
+        image = torch.randn(4, 3, 64, 64, device="cuda")
+        layer(image).sum().backward()
+        return layer
+
+    found = requests(work)
+    copy, sums = 4 * 3 * 64 * 64 * 4, 64 * 4
+    last = len(found) - 1 - found[::-1].index(sums)  # the bias' gradient
+    assert -copy in found[:last]

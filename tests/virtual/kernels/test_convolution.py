@@ -138,6 +138,13 @@ def test_depthwise_kernels_allocate_nothing():
     assert found == Extras(before=(8 * 64 * 32 * 32 * 4,))
 
 
+def test_depthwise_gradients_are_both_made_before_what_they_need_is_copied():
+    source, weight = cuda(8, 64, 32, 32), cuda(64, 1, 3, 3)
+    grad, copy = channels_last(8, 64, 32, 32), 8 * 64 * 32 * 32 * 4
+    assert backward(grad, source, weight, [True, True, False], groups=64).between == ((), (copy,), ())
+    assert backward(grad, source, weight, [True, False, False], groups=64).between == ((copy,), (), ())
+
+
 def test_gradients_of_columns_come_one_after_the_other():
     off = context(cudnn_enabled=False)
     grad, source, weight = cuda(8, 128, 32, 32), cuda(8, 64, 32, 32), cuda(128, 64, 3, 3)
