@@ -166,15 +166,17 @@ def test_a_block_that_may_be_larger_takes_a_segment_of_its_own() -> None:
     run = blocks()
     rows = request_rows(run)
     # The segment of 20 MiB holds up to 12 MiB more; a request of 48 MiB gets a segment of 48 MiB
-    assert reserved_bar(run.trace, 0, [Estimate(rows[2], 0, 0, 8 * MIB)]) == ReservedBar()
-    assert reserved_bar(run.trace, 0, [Estimate(rows[2], 0, 0, 40 * MIB)]) == ReservedBar(above=48 * MIB)
+    found = reserved_bar(run.trace, 0, [Estimate(rows[2], 0, 0, 8 * MIB)])
+    assert found == ReservedBar(allocated_above=8 * MIB)
+    found = reserved_bar(run.trace, 0, [Estimate(rows[2], 0, 0, 40 * MIB)])
+    assert found == ReservedBar(above=48 * MIB, allocated_above=40 * MIB)
 
 
 def test_a_block_that_was_not_taken_may_be() -> None:
     run = blocks()
     row = request_rows(run)[1]
     may_be = [Estimate(row, 0, 0, 48 * MIB, taken=False)]
-    assert reserved_bar(run.trace, 0, may_be) == ReservedBar(above=48 * MIB)
+    assert reserved_bar(run.trace, 0, may_be) == ReservedBar(above=48 * MIB, allocated_above=40 * MIB)
     both = [*may_be, Estimate(row, 0, 0, 40 * MIB, kind=1)]
     above = reserved_bar(run.trace, 0, both).above
     assert above > 48 * MIB, "where the first takes less than the second, each has a segment of its own"

@@ -399,7 +399,8 @@ def _device(run: Run, found: DeviceOutcome, ran_out: bool, tensors: int) -> Devi
     compiled = compiled_bar(run.warnings, breakdown.categories)
     if compiled != CompiledBar():
         ran_out_here = ran_out and run.oom is not None and run.oom.device == found.index
-        bar = ReservedBar(
+        bar = replace(
+            bar,
             below=bar.below + compiled.reserved_below,
             above=bar.above + compiled.reserved_above,
             serves=bar.serves or (ran_out_here and _serves(run, breakdown, compiled)),
@@ -420,8 +421,12 @@ def _device(run: Run, found: DeviceOutcome, ran_out: bool, tensors: int) -> Devi
         peak_active=found.peak_active_bytes,
         headroom=found.total_bytes - found.context_bytes - found.peak_reserved_bytes,
         breakdown=breakdown,
-        error_below=found.error_below_bytes + compiled.below + elsewhere.allocated_below,
-        error_above=found.error_above_bytes + compiled.above + elsewhere.allocated_above,
+        error_below=max(found.error_below_bytes, bar.allocated_below)
+        + compiled.below
+        + elsewhere.allocated_below,
+        error_above=max(found.error_above_bytes, bar.allocated_above)
+        + compiled.above
+        + elsewhere.allocated_above,
         reserved_bar=bar,
         addresses=elsewhere,
     )

@@ -103,11 +103,16 @@ class ReservedBar:
         below: bytes by which it may be lower.
         above: bytes by which it may be higher.
         serves: a request that failed is served at some values of the estimates.
+        allocated_below: bytes by which the peak of allocated memory was lower in these replays. It counts what blocks
+            have beyond their requests, so other sizes before the peak move it, too.
+        allocated_above: bytes by which it was higher.
     """
 
     below: int = 0
     above: int = 0
     serves: bool = False
+    allocated_below: int = 0
+    allocated_above: int = 0
 
 
 NO_BAR = ReservedBar()
@@ -134,7 +139,7 @@ def reserved_bar(trace: MemoryTrace, device: int, estimates: Sequence[Estimate])
     # A recording does not show all that its program did, so the variants are compared with a replay of the same kind.
     plain = Rehearsal(trace, device).what_if(rehearsal.config)
     told, serves = plain.allocator.peak_reserved_bytes, False
-    peaks = [told]
+    peaks, allocated = [told], [_allocated(plain)]
     for levels in variants.levels():
         plan, spare = variants.plan(levels)
         player = _played(rehearsal, plan, spare, rehearsal.capacity.known)
@@ -142,6 +147,7 @@ def reserved_bar(trace: MemoryTrace, device: int, estimates: Sequence[Estimate])
         if player.ooms > plain.ooms:
             player = _played(rehearsal, plan, spare, None)
         peaks.append(player.allocator.peak_reserved_bytes)
+        allocated.append(_allocated(player))
     low, high = told - min(peaks), max(peaks) - told
     least = min(int(_SHARE * told), _SPANS * (low + high)) if variants.draws else 0
     chosen = [_at_scale(rehearsal, variants, levels) for levels in variants.choices_alone()]
@@ -150,7 +156,18 @@ def reserved_bar(trace: MemoryTrace, device: int, estimates: Sequence[Estimate])
         least = max(least, min(int(_CHOSEN_SHARE * told), _SPANS * span))
         chosen += [_at_scale(rehearsal, variants, *drawn) for drawn in variants.choices_drawn()]
         low, high = max(low, told - min(chosen)), max(high, max(chosen) - told)
-    return ReservedBar(below=max(low, least), above=max(high, least), serves=serves)
+    return ReservedBar(
+        below=max(low, least),
+        above=max(high, least),
+        serves=serves,
+        allocated_below=allocated[0] - min(allocated),
+        allocated_above=max(allocated) - allocated[0],
+    )
+
+
+def _allocated(player: WhatIfPlayer) -> int:
+    peak: int = player.allocator.memory_stats_flat()["allocated_bytes.all.peak"]
+    return peak
 
 
 def _at_scale(

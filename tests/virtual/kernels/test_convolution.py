@@ -230,6 +230,44 @@ def test_engines_without_tensor_cores_and_half_precision_keep_their_rules():
 
 
 @pytest.mark.parametrize(
+    ("batch", "made", "read", "side", "size"),
+    [
+        (16, 512, 512, 7, 47_185_920),  # resnet18-fp32
+        (16, 256, 256, 14, 28_311_552),
+        (16, 128, 128, 28, 31_260_672),
+        (16, 64, 64, 56, 58_392_576),
+        (4, 3, 128, 64, 19_372_032),  # diffusion-unet-fp32
+        (4, 128, 128, 64, 40_108_032),
+        (4, 128, 256, 64, 61_341_696),
+        (4, 128, 512, 32, 33_030_144),
+    ],
+)
+def test_gradients_of_filters_without_tensor_cores_as_recorded(batch, made, read, side, size):
+    ctx = context("H100 SXM", cudnn_tf32=False)
+    grad, source, filters = (
+        cuda(batch, made, side, side),
+        cuda(batch, read, side, side),
+        cuda(made, read, 3, 3),
+    )
+    found = backward(grad, source, filters, [False, True, False], ctx)
+    assert found.between[1] == (size,)
+    assert conv(source, filters, ctx).after == ()
+
+
+@pytest.mark.parametrize(
+    ("shape", "filters", "size"),
+    [
+        ((1, 64, 48, 48, 48), (64, 32, 2, 2, 2), 141_623_312),  # unet3d-fp32
+        ((128, 512, 4, 4), (512, 256, 4, 4), 20_971_536),  # dcgan-fp32
+    ],
+)
+def test_transposed_convolutions_without_tensor_cores_as_recorded(shape, filters, size):
+    ctx, padding = context("H100 SXM", cudnn_tf32=False), (filters[2] - 2) // 2
+    found = conv(cuda(*shape), cuda(*filters), ctx, stride=2, padding=padding, transposed=True)
+    assert found.after == (size,)
+
+
+@pytest.mark.parametrize(
     ("batch", "width", "size"), [(64, 768, 73_793_552), (32, 768, 38_469_648), (64, 1024, 81_264_656)]
 )
 def test_patches_of_vision_transformers_as_recorded(batch, width, size):

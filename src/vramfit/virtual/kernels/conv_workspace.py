@@ -49,6 +49,13 @@ up to four times everything else (220 of 246).
 
 What else an engine of the list would take bounds the estimate. Half precision was not measured.
 
+NOTE [Float32 on Hopper]
+Without TF32 an H100 ran (cuDNN 9.19, recordings resnet18-fp32 and diffusion-unet-fp32): all forward passes with
+nothing, and gradients of 3 x 3 filters with unfused Winograd engines: both sides of the product in tiles of 6 x 6 for
+4 x 4 pixels, and the filters'. Nine such workspaces are that to the byte. Gradients of the input by such filters took
+nothing, or up to 6.7 times everything; gradients of other filters up to 20 times the filters. Transposed convolutions
+with filters of even edges transpose everything (unet3d-fp32 and dcgan-fp32, five shapes).
+
 NOTE [Patches]
 Half precision of contiguous images, filters of 16 x 16 that read three colours (ViT): everything is transposed, with
 the colours filled up to 16 bytes, and gradients of the filters have three sums in float32 besides. Five workspaces of
@@ -84,7 +91,7 @@ from enum import Enum, auto
 
 import torch
 
-from vramfit.virtual.kernels.rules import given_back, round_up
+from vramfit.virtual.kernels.rules import ceil_div, given_back, round_up
 from vramfit.virtual.op_call import EMPTY_CACHE, KernelContext, Spare
 
 _MIB = 1 << 20
@@ -116,10 +123,10 @@ _PATCH_EDGE = 8
 """Least width and height of filters that are taken to read patches: 16 were recorded, 4 and 7 run otherwise."""
 
 _COUNTERS = 16
-"""Bytes of counters beside transposed tensors, in half precision on an H100 (recording convnext-tiny-bf16)."""
+"""Bytes of counters beside transposed tensors on an H100; some passes have 131 more, which no block shows."""
 
-_GRADIENT_COUNTERS = 131
-"""Bytes of further ones where gradients of the input are made."""
+_MOST_OF_DATA, _MOST_OF_FILTERS = 7, 20
+"""How many times everything, and the filters, gradients took there at most. See NOTE [Float32 on Hopper]."""
 
 _HOPPER = 90
 """Compute capability of the cards whose engines were measured call by call. See NOTE [TF32]."""
@@ -259,6 +266,8 @@ def _uncapped(shapes: Shapes, kind: Pass, ctx: KernelContext) -> tuple[int, int,
     if shapes.groups > 1 and shapes.weight[1] == 1:
         return 0, whole if shapes.channels_last else filters, 0
     if not uses_tensor_cores(shapes.dtype, ctx):
+        if ctx.sm == _HOPPER and shapes.dtype is torch.float32:
+            return _without_tensor_cores_on_hopper(shapes, kind)
         if kind is not Pass.BACKWARD_FILTER and shapes.is_3x3 and shapes.dtype is torch.float32:
             made, read = shapes.weight[:2] if kind is Pass.FORWARD else shapes.weight[1::-1]
             size = filters + round_up(made, 32) * round_up(read, 8) * 16 * 4 + 4 * made
@@ -275,10 +284,25 @@ def _uncapped(shapes: Shapes, kind: Pass, ctx: KernelContext) -> tuple[int, int,
     if ctx.sm == _HOPPER and shapes.is_patches:
         size = _of_patches(shapes, kind)
         return size, whole, size
-    counters = (
-        (_COUNTERS + (_GRADIENT_COUNTERS if kind is Pass.BACKWARD_DATA else 0)) if ctx.sm == _HOPPER else 0
-    )
+    counters = _COUNTERS if ctx.sm == _HOPPER else 0
     return whole + counters, whole, whole + counters
+
+
+def _without_tensor_cores_on_hopper(shapes: Shapes, kind: Pass) -> tuple[int, int, int]:
+    """Bytes, and how far they may be off above and below. See NOTE [Float32 on Hopper]."""
+    filters, whole = shapes.filters, shapes.data + shapes.filters
+    if kind is Pass.FORWARD:
+        return 0, whole, 0
+    if kind is Pass.BACKWARD_DATA and not any(edge % 2 for edge in shapes.weight[2:]):
+        return whole + _COUNTERS, whole, whole + _COUNTERS
+    if kind is Pass.BACKWARD_DATA:
+        return (0, _MOST_OF_DATA * whole, 0) if shapes.is_3x3 else (filters, whole, filters)
+    if not shapes.is_3x3:
+        return filters, max(whole, _MOST_OF_FILTERS * filters), filters
+    tiles = math.prod(ceil_div(size, 4) for size in shapes.images[1][2:])
+    made, read = shapes.weight[:2]
+    size = 36 * 4 * (shapes.images[0][0] * tiles * (made + read) + made * read)
+    return size, max(0, whole - size), size
 
 
 def _of_patches(shapes: Shapes, kind: Pass) -> int:
