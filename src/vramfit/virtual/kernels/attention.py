@@ -12,7 +12,7 @@ import torch
 
 from vramfit.torch_internals.dispatch import OpOverload
 from vramfit.virtual.kernels.cudnn_attention import cudnn_backward, cudnn_forward
-from vramfit.virtual.kernels.rules import Rule, ceil_div, nbytes, round_up, table
+from vramfit.virtual.kernels.rules import Rule, ceil_div, given_back, nbytes, round_up, table
 from vramfit.virtual.op_call import Extras, KernelContext, OpCall
 
 _FLOAT = 4
@@ -250,6 +250,7 @@ def _efficient_backward(
     dropout: bool,
     split_limit: int | None,
     ctx: KernelContext,
+    preceding: int,
 ) -> list[int]:
     """Row sums and the staging area of ``AttentionBackwardKernel::Params::workspace_size``.
 
@@ -257,6 +258,7 @@ def _efficient_backward(
         shape: batch, heads, queries, keys, head size, head size of the values.
         half: the inputs are 16 bits wide.
         split_limit: ``num_splits_key`` of the call.
+        preceding: blocks that are taken before these.
     """
     batch, heads, length, keys, size, value_size = shape
     block_q, block_k, limit = _backward_kernel(half, max(size, value_size), dropout, ctx)
@@ -282,10 +284,11 @@ def _efficient_backward(
     rows = batch * heads * length * _FLOAT
     if half and (in_registers or not 70 <= ctx.sm < 75):
         return [rows, workspace]
-    # Row sums by torch ops: the product of the output and its gradient in fp32 lives until it is summed.
+    # Row sums by torch ops: the product of the output and its gradient in fp32, its sums, and these laid out by heads.
     product = batch * length * heads * value_size * _FLOAT
-    summing = [product * (3 if half else 1), rows]
-    return summing if sum(summing) > 2 * rows + workspace else [rows, rows, workspace]
+    taken = [product] * (3 if half else 1) + [rows]
+    gone = [given_back(preceding + number) for number in range(len(taken), 0, -1)]
+    return [*taken, rows, *gone, workspace]
 
 
 def _head_gradients(shape: tuple[int, int, int, int, int, int], key_heads: int, element: int) -> list[int]:
@@ -302,16 +305,13 @@ def _sdp_efficient_backward(call: OpCall) -> Extras | None:
     dropout = call.argument(9, "dropout_p", 0.0) > 0
     chunk = _MOST_BATCHES if _is_chunked(batch, call.context) else batch
     shape = (chunk, heads, length, key.shape[2], size, value.shape[3])
-    after = [
-        *_head_gradients(shape, key.shape[1], query.element_size()),
-        *_efficient_backward(shape, query.element_size() == 2, dropout, None, call.context),
-    ]
+    first = _head_gradients(shape, key.shape[1], query.element_size())
     copy = _copy_unless(grad.transpose(1, 2).is_contiguous(), grad)
-    if chunk == batch:
-        return _extras([copy], after)
-    # Gradients of one chunk, then copied.
-    gradients = [nbytes(tensor) // batch * chunk for tensor in (query, key, value)]
-    return _extras([], [copy // batch * chunk, *gradients, *after])
+    if chunk != batch:  # gradients of one chunk, then copied
+        parts = [copy, *(nbytes(tensor) for tensor in (query, key, value))]
+        first = [size // batch * chunk for size in parts if size] + first
+    sums = _efficient_backward(shape, query.element_size() == 2, dropout, None, call.context, len(first))
+    return _extras([copy] if chunk == batch else [], [*first, *sums])
 
 
 def _plain_efficient_backward(call: OpCall) -> Extras | None:
@@ -325,9 +325,9 @@ def _plain_efficient_backward(call: OpCall) -> Extras | None:
     dropout = call.argument(11, "dropout_p", 0.0) > 0
     shape = (batch, heads, length, keys, size, value.shape[3])
     splits = call.kwargs.get("num_splits_key")
-    after = _efficient_backward(shape, query.element_size() == 2, dropout, splits, call.context)
-    if lengths is None:
-        after = [*_head_gradients(shape, key.shape[2], query.element_size()), *after]
+    first = _head_gradients(shape, key.shape[2], query.element_size()) if lengths is None else []
+    half = query.element_size() == 2
+    after = first + _efficient_backward(shape, half, dropout, splits, call.context, len(first))
     return _extras([_copy_unless(grad.is_contiguous(), grad)], after)
 
 
