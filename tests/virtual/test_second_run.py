@@ -137,7 +137,8 @@ def test_what_is_needed_is_what_a_card_without_end_reserves(
     chosen = found.smallest_gpu
     assert chosen is not None
     assert chosen.total_bytes >= need.most - card.typical_context_bytes + chosen.typical_context_bytes
-    assert (need.above > 0) == (name == "cnn")
+    # Workspaces of convolutions, and addresses that decide which free blocks are split.
+    assert (need.above > 0) == (name in ("cnn", "training"))
     assert found.advice == ()
     assert not (tmp_path / "out.txt").exists()
 
