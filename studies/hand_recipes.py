@@ -209,13 +209,13 @@ def is_worse(row: dict[str, Any]) -> bool:
 
 _PAGE = """# Plans beside what people do by hand
 
-`python studies/hand_recipes.py --write docs/{name}` makes this page: ten networks, trained in float32 with AdamW on a
-virtual {card}, at four budgets each. *By hand*: full checkpointing of the blocks, checkpointing of every second block,
-torch's selective checkpointing (products, convolutions and attention are kept), two and four micro-batches, expandable
-segments, and pairs of checkpointing and micro-batches; the quickest that runs within the budget counts. The networks
-with batch norm are cut by no plan, since that is more than rounding, nor by hand. Steps are simulated seconds; a plan
-had {seconds:.0f} s of one core for its search, with the comparison of its gradients in them. The four searches of a
-network share their runs, and those by hand.
+`python studies/hand_recipes.py --write docs/{name}` makes this page: ten networks, trained in float32 with AdamW on
+a virtual {card}, at four budgets each. *By hand*: full checkpointing of the blocks, checkpointing of every second
+block, torch's selective checkpointing (products, convolutions and attention are kept), two and four micro-batches,
+expandable segments, and pairs of checkpointing and micro-batches; the quickest that runs within the budget counts.
+The networks with batch norm are cut by no plan, since that is more than rounding, nor by hand. Steps are simulated;
+a plan had {seconds:.0f} s of one core for its search, with the comparison of its gradients in them. The four
+searches of a network share their runs, and those by hand.
 
 {verdict}
 

@@ -1,14 +1,16 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tests.trace.test_rehearsal import Tape
 
 from vramfit.trace.address_bar import NO_ADDRESS_BAR, address_bar
 from vramfit.units import GIB, MIB
 
 
-def which_segment_decides(conf: str = "") -> Tape:
+def which_segment_decides(conf: str = "", total: int = 8 * GIB) -> Tape:
     """A request that finds equal room in two segments; what is asked for next finds room after one choice only."""
-    tape = Tape(8 * GIB, conf)
+    tape = Tape(total, conf)
     malloc, free = tape.allocator.malloc, tape.allocator.free
     first, second, _third, fourth = (malloc(8 * MIB) for _ in range(4))  # two in each segment of 20 MiB
     free(second)
@@ -44,3 +46,15 @@ def test_expandable_segments_have_addresses_of_their_own() -> None:
 def test_the_same_trace_has_the_same_bar() -> None:
     trace = which_segment_decides().finish()
     assert address_bar(trace, 0) == address_bar(trace, 0)
+
+
+def test_a_replay_that_runs_out_counts_with_what_it_would_have_taken() -> None:
+    """A request that is not served takes nothing; the bar reaches beyond the card instead."""
+    total = 50 * MIB
+    tape = which_segment_decides(total=total)
+    assert tape.allocator.peak_reserved_bytes == 40 * MIB
+    found = tape.finish()
+    cards = tuple(replace(card, total_bytes=total) for card in found.devices)
+    bar = address_bar(replace(found, meta={**found.meta, "source": "virtual"}, devices=cards), 0)
+    assert bar.reserved_above == 2 * 20 * MIB
+    assert bar.allocated_below == 0

@@ -152,7 +152,7 @@ class ScatteredDriver(Driver):
     """A card whose allocations of `malloc` come from several regions of addresses.
 
     As in recordings of an H100 and an H200: which region an allocation comes from differs from process to process,
-    since it depends on what else was mapped there. Each range lies right below or above the last of its region.
+    since it depends on what else was mapped there. A region's first hole that is wide enough serves, else its end.
 
     Args:
         draw: gives the region of each allocation, from 0 to less than `REGIONS`.

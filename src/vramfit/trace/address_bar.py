@@ -2,13 +2,13 @@
 
 NOTE [Bars of addresses]
 Of equal free blocks the caching allocator takes the lowest. The driver's addresses therefore decide which block is
-cut, what is left of it, and whether a later request finds room. That moves the peak of reserved bytes, and the peak of
-allocated bytes, which include what a block has beyond its request. In recordings of an H100 and an H200 the first
+cut, what is left of it, and whether a later request finds room. That moves the peak of reserved bytes, and the peak
+of allocated bytes, which include what a block has beyond its request. In recordings of an H100 and an H200 the first
 segments come from two or three regions of addresses, in an order that differs from process to process; addresses fall
 within each region, and later segments come from one. Requests are replayed with segments drawn from several regions:
-the first ones or all of them, falling mostly, rising in some replays. The bar is _SPANS times as wide as these peaks
-differ: a bar of what was tried, not a bound. With the addresses of a recording, replays of the virtual GPU's requests
-have the recorded peaks (benchmarks/comparing/addresses.py).
+the first ones or all of them, falling mostly, rising in some replays. To either side the bar reaches _SPANS times as
+far as the farthest of these peaks: a bar of what was tried, not a bound. With the addresses of a recording, replays
+of the virtual GPU's requests have the recorded peaks (benchmarks/comparing/addresses.py).
 """
 
 from __future__ import annotations
@@ -26,12 +26,15 @@ _REPLAYS = 10
 """Replays at most."""
 
 _EVENTS = 250_000
-"""Events that they serve in all, about a second's worth. Longer runs are replayed _LEAST times."""
+"""Events that they serve in all, about a second's worth. Longer runs are replayed _LEAST times ..."""
 
 _LEAST = 2
 
+_LONGEST = 1_000_000
+"""... and runs of more events not at all: a report is to take seconds."""
+
 _SPANS = 2
-"""Width of the bar in spans of the replays' peaks. Recordings lie up to about two spans away."""
+"""How many times as far as the farthest peak of a replay a bar reaches. Recordings lie up to about twice as far."""
 
 _FIRST = 32
 """Segments with a drawn region in every second replay; the others draw one for every segment."""
@@ -75,11 +78,16 @@ def address_bar(trace: MemoryTrace, device: int) -> AddressBar:
         TraceFormatError: the trace contradicts itself.
     """
     rehearsal = Rehearsal(trace, device)
-    if rehearsal.config.expandable_segments:
+    if rehearsal.config.expandable_segments or len(rehearsal.plan.sizes) > _LONGEST:
         return NO_ADDRESS_BAR
     count = max(_LEAST, min(_REPLAYS, _EVENTS // max(1, len(rehearsal.plan.sizes))))
-    plain = _peaks(rehearsal.what_if(rehearsal.config))
-    peaks = [plain, *(_peaks(_replayed(rehearsal, number)) for number in range(count))]
+    first = rehearsal.what_if(rehearsal.config)
+    plain, peaks = _peaks(first), [_peaks(first)]
+    for number in range(count):
+        player = _replayed(rehearsal, number, rehearsal.capacity.known)
+        if player.ooms > first.ooms:  # a request that was not served would be missing in the peak
+            player = _replayed(rehearsal, number, None)
+        peaks.append(_peaks(player))
     allocated, reserved = zip(*peaks, strict=True)
     return AddressBar(
         allocated_below=_SPANS * (plain[0] - min(allocated)),
@@ -89,8 +97,8 @@ def address_bar(trace: MemoryTrace, device: int) -> AddressBar:
     )
 
 
-def _replayed(rehearsal: Rehearsal, number: int) -> WhatIfPlayer:
-    known = rehearsal.capacity.known
+def _replayed(rehearsal: Rehearsal, number: int, known: int | None) -> WhatIfPlayer:
+    """A replay on a card of so many bytes, or on one without a limit."""
     total = UNKNOWN_TOTAL if known is None else max(1, known)
     draw = _draws(number, _FIRST if number % 2 else None)
     driver = ScatteredDriver(total, draw=draw, rising=number % _RISING == _RISING - 1)

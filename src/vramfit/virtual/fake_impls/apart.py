@@ -53,7 +53,7 @@ def _taken_apart(key: Any) -> Handler:
 
 
 def _linear(mode: OpRunner, call: OpCall) -> Any:
-    """A linear layer that arrives whole: in inference mode, above all."""
+    """A linear layer that arrives whole, mostly in inference mode."""
     with mode:
         return linear_below_autograd(*call.args, **call.kwargs)
 

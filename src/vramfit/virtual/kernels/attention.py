@@ -56,7 +56,8 @@ def flash_splits(blocks: int, multiprocessors: int, key_blocks: int) -> int:
 
 
 _RANDOM_STATE = 16
-"""Bytes of a second random state, which every forward pass that was recorded on an H100 makes and drops."""
+"""Bytes of a second random state, which every pass over dense sequences that an H100 was recorded with makes and drops.
+Passes over packed sequences were not recorded."""
 
 
 def _flash_head(size: int) -> int:

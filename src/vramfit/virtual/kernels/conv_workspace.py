@@ -53,8 +53,8 @@ NOTE [Float32 on Hopper]
 Without TF32 an H100 ran (cuDNN 9.19, recordings resnet18-fp32 and diffusion-unet-fp32): all forward passes with
 nothing, and gradients of 3 x 3 filters with unfused Winograd engines: both sides of the product in tiles of 6 x 6 for
 4 x 4 pixels, and the filters'. Nine such workspaces are that to the byte. Gradients of the input by such filters took
-nothing, or up to 6.7 times everything; gradients of other filters up to 20 times the filters. Transposed convolutions
-with filters of even edges transpose everything (unet3d-fp32 and dcgan-fp32, five shapes).
+nothing, or up to 6.7 times everything; gradients of other filters up to 20 times the filters. By filters of even
+edges they transpose everything: five transposed convolutions of unet3d-fp32 and dcgan-fp32, which compute just that.
 
 NOTE [Patches]
 Half precision of contiguous images, filters of 16 x 16 that read three colours (ViT): everything is transposed, with
@@ -77,8 +77,8 @@ NOTE [Benchmark mode]
 fit into the largest block that could be had), times them, gives it back, empties the cache of the allocator, and
 runs the fastest with a workspace of its own. What the largest is, is estimated as that of the unfused Winograd
 engine for filters of 3 x 3 (tiles of 6 x 6 for 16 results: 36/16 of the data, 36/9 of the filters), else as the
-transposed data. On an H100 it was up to 50 times the data (resnet50-tf32-benchmark: 4.6 GiB for the first layer, 2.4
-GiB for filters of 3 x 3), which bounds the estimate.
+transposed data. For the first layer of resnet50-tf32-benchmark, which reads an image's colours, an H100 tried 41 times
+the data (4.6 GiB), which bounds the estimate of such layers.
 
 ``CUDNN_CONV_WSCAP_DBG`` (MiB) bounds what cuDNN may take.
 """
@@ -124,10 +124,10 @@ _PATCH_EDGE = 8
 """Least width and height of filters that are taken to read patches: 16 were recorded, 4 and 7 run otherwise."""
 
 _COUNTERS = 16
-"""Bytes of counters beside transposed tensors on an H100; some passes have 131 more, which no block shows."""
+"""Bytes of counters beside transposed tensors on an H100; some passes have 131 more, which rounding to 512 hides."""
 
 _MOST_TRIED = 50
-"""How many times everything the largest workspace of a search may take. See NOTE [Benchmark mode]."""
+"""How many times everything a search may try for layers that read colours. See NOTE [Benchmark mode]."""
 
 _MOST_OF_DATA, _MOST_OF_FILTERS = 7, 20
 """How many times everything, and the filters, gradients took there at most. See NOTE [Float32 on Hopper]."""
@@ -196,7 +196,8 @@ class Shapes:
     def is_patches(self) -> bool:
         """Large filters that read an image's colours in half precision, as vision transformers cut their patches."""
         wide = min(self.weight[2:], default=0) >= _PATCH_EDGE
-        return self.dtype in _HALVES and self.groups == 1 and self.weight[1] <= _COLOURS and wide
+        images = len(self.weight) == 4 and self.weight[1] <= _COLOURS
+        return self.dtype in _HALVES and self.groups == 1 and images and wide
 
     @property
     def is_3x3(self) -> bool:
@@ -297,7 +298,8 @@ def _without_tensor_cores_on_hopper(shapes: Shapes, kind: Pass) -> tuple[int, in
     filters, whole = shapes.filters, shapes.data + shapes.filters
     if kind is Pass.FORWARD:
         return 0, whole, 0
-    if kind is Pass.BACKWARD_DATA and not any(edge % 2 for edge in shapes.weight[2:]):
+    images = len(shapes.weight) >= 4
+    if kind is Pass.BACKWARD_DATA and images and not any(edge % 2 for edge in shapes.weight[2:]):
         return whole + _COUNTERS, whole, whole + _COUNTERS
     if kind is Pass.BACKWARD_DATA:
         return (0, _MOST_OF_DATA * whole, 0) if shapes.is_3x3 else (filters, whole, filters)
@@ -426,7 +428,10 @@ def searched(
     ctx.searched.add(key)
     whole = shapes.data + shapes.filters
     most = shapes.data * 36 // 16 + 4 * shapes.filters if shapes.is_3x3 else whole
-    trial = _capped(most, max(0, _MOST_TRIED * whole - most), most, ctx)
+    over = 2 * whole + 121 * shapes.filters if shapes.is_3x3 else 3 * whole
+    if shapes.weight[1] <= _COLOURS:
+        over = max(over, min(_MOST_TRIED * whole, ctx.spec.total_bytes) - most)
+    trial = _capped(most, over, most, ctx)
     return WorkspaceEstimate(
         size=found.size,
         above=max(found.above, trial.above),

@@ -86,9 +86,8 @@ def _segments(
     accumulator = max(4, element)
     scratch.take(count * index)  # where segments start
     scratch.take(8)
-    keys = scratch.take(
-        count * index
-    )  # unique ones, which nobody reads (ATen/cuda/cub.cuh, ``unique_by_key``)
+    # Unique keys, which nobody reads (ATen/cuda/cub.cuh, ``unique_by_key``).
+    keys = scratch.take(count * index)
     scratch.use(unique_by_key_bytes(count, index, ctx))
     scratch.give(keys)
     scratch.take(segments * index)  # parts of each

@@ -1,7 +1,8 @@
 """``aten::linear`` adds its bias in place, as it does for plain tensors.
 
 aten/src/ATen/native/Linear.cpp: input that is not contiguous goes through ``matmul``, to whose result the bias is added
-in place; tensor subclasses are given ``add`` instead, which makes a second result. Everything else is one ``addmm``.
+in place; tensor subclasses are given ``add`` instead, which makes a second result. Contiguous input with a bias of one
+dimension is one ``addmm``.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def linear_below_autograd(
     ``matmul`` makes one product of all rows where the weight wants a gradient (native/LinearAlgebra.cpp,
     ``should_fold``), and its transposed view still does there; a view that is made below autograd does not.
     """
-    if not weight.requires_grad or data.dim() < 3 or data.is_contiguous():
+    if not weight.requires_grad or weight.dim() != 2 or data.dim() < 3 or data.is_contiguous():
         return linear(data, weight, bias)
     rows = data.reshape(-1, data.shape[-1])
     out = torch.mm(rows, weight.t()).view(*data.shape[:-1], weight.shape[0])
@@ -48,7 +49,7 @@ def linear_below_autograd(
 
 def adds_in_place(data: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> bool:
     """Whether a card adds the bias in place: no ``addmm``, and nothing there that is a subclass by itself."""
-    if data.dim() < 3 or data.is_contiguous():
+    if data.dim() == 2 or data.is_contiguous():
         return False
     plain: tuple[Any, ...] = (data, weight, bias)
     return all(isinstance(tensor, FakeTensor) for tensor in plain) and unpack_dual(bias).tangent is None
