@@ -46,6 +46,26 @@ def test_a_bias_is_added_in_place_to_the_product_of_strided_input(grad: bool, ca
     assert made.count(product) == 1 and -product not in made
 
 
+KINDS = {
+    "four dimensions": lambda layer, data: layer(data.permute(1, 2, 0, 3)),
+    "one row": lambda layer, data: layer(data[0, 0, :, 0].repeat(4)[::2]),
+    "no rows": lambda layer, data: layer(data[:0].transpose(1, 2)),
+    "a weight of one dimension": lambda layer, data: F.linear(data.transpose(0, 1), layer.weight[0]),
+    "vmap": lambda layer, data: torch.func.vmap(lambda part: F.linear(part, layer.weight, layer.bias))(
+        data.transpose(1, 2)
+    ),
+}
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_strided_input_has_the_shape_that_torch_gives(kind: str, mode: type) -> None:
+    plain = KINDS[kind](nn.Linear(32, 24), torch.randn(4, 8, 16, 32))
+    with VirtualGPU("H100 SXM"), mode():
+        found = KINDS[kind](nn.Linear(32, 24).cuda(), torch.randn(4, 8, 16, 32, device="cuda"))
+        assert found.shape == plain.shape
+
+
 def test_gradients_of_a_bias_added_in_place_are_there() -> None:
     with VirtualGPU("H100 SXM"):
         layer = nn.Linear(64, 96).cuda()

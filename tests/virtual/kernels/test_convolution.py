@@ -240,6 +240,8 @@ def test_engines_without_tensor_cores_and_half_precision_keep_their_rules():
         (4, 128, 128, 64, 40_108_032),
         (4, 128, 256, 64, 61_341_696),
         (4, 128, 512, 32, 33_030_144),
+        (4, 256, 512, 16, 25_952_256),
+        (4, 256, 1024, 8, 40_697_856),
     ],
 )
 def test_gradients_of_filters_without_tensor_cores_as_recorded(batch, made, read, side, size):

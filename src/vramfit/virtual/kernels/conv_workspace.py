@@ -52,7 +52,7 @@ What else an engine of the list would take bounds the estimate. Half precision w
 NOTE [Float32 on Hopper]
 Without TF32 an H100 ran (cuDNN 9.19, recordings resnet18-fp32 and diffusion-unet-fp32): all forward passes with
 nothing, and gradients of 3 x 3 filters with unfused Winograd engines: both sides of the product in tiles of 6 x 6 for
-4 x 4 pixels, and the filters'. Nine such workspaces are that to the byte. Gradients of the input by such filters took
+4 x 4 pixels, and the filters'. Ten such workspaces are that to the byte. Gradients of the input by such filters took
 nothing, or up to 6.7 times everything; gradients of other filters up to 20 times the filters. By filters of even
 edges they transpose everything: five transposed convolutions of unet3d-fp32 and dcgan-fp32, which compute just that.
 
