@@ -1,4 +1,4 @@
-"""Peak memory against arithmetic: plans of vramfit beside every other way to recompute, on the same workloads.
+"""Peak memory against time: plans of vramfit beside every other way to recompute, on the same workloads.
 
     python studies/frontier.py [--only SUBJECT ...] [--kinds KIND ...] [--fresh] [--write docs/frontier.md]
 

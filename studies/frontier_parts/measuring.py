@@ -30,6 +30,7 @@ CARD = find_gpu("RTX 4090")
 _MEMORY = "[memory]"
 """What the profiler calls an allocation or a free (torch/csrc/profiler/collection.cpp)."""
 
+_OPS = OpTable({})
 
 _CHUNKED_LOSS = "torch_nn::_linear_cross_entropy_batch_chunked"
 """The operator of torch's chunked loss, which is known to torch once it was called."""
@@ -80,7 +81,6 @@ class Counting(FlopMode):
         super().__init__()
         self.attention = 0
         self.simulated = self.pointwise = 0.0
-        self._ops = OpTable({})
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -92,23 +92,41 @@ class Counting(FlopMode):
     ) -> Any:
         """Run an operation and count it."""
         out = super().__torch_dispatch__(func, types, args, kwargs)
-        aten = torch.ops.aten
-        flops = attention = 0  # that torch's counter does not know
-        if func is aten._scaled_dot_product_flash_attention_for_cpu.default:
-            attention = sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape)
-        elif func is aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
-            attention = sdpa_backward_flop_count(*(given.shape for given in args[:4]))
-        elif func._schema.name == _CHUNKED_LOSS:
-            flops = _chunked_loss_flops(args)
-        self.total += flops
-        self.attention += attention
-        if not (func.is_view or func.namespace == "prim"):
-            call = OpCall(func, self._ops[func], args, kwargs or {}, out)
-            seconds = roofline.seconds(call, CARD)
-            seconds = max(seconds, (flops + attention) / roofline.flops_per_second(CARD, torch.float32))
-            self.simulated += seconds
-            self.pointwise += seconds if torch.Tag.pointwise in func.tags else 0.0
+        self.total += _chunked_loss_flops(args) if func._schema.name == _CHUNKED_LOSS else 0
+        self.attention += _attention_flops(func, args)
+        seconds = card_seconds(func, args, kwargs or {}, out)
+        self.simulated += seconds
+        self.pointwise += seconds if torch.Tag.pointwise in func.tags else 0.0
         return out
+
+
+def card_seconds(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, flops: int | None = None
+) -> float:
+    """Estimated seconds of an operation on `CARD`, an `Estimate` of the planner's: plans are priced as tables are.
+
+    Args:
+        func: the operation; its arguments and its results follow.
+        flops: ignored, since the roofline counts them itself.
+    """
+    del flops
+    if func.is_view or func.namespace == "prim":
+        return 0.0
+    seconds = roofline.seconds(OpCall(func, _OPS[func], args, kwargs, out), CARD)
+    unknown = _attention_flops(func, args)  # to torch's counter
+    if func._schema.name == _CHUNKED_LOSS:
+        unknown += _chunked_loss_flops(args)
+    return max(seconds, unknown / roofline.flops_per_second(CARD, torch.float32))
+
+
+def _attention_flops(func: Any, args: tuple[Any, ...]) -> int:
+    """Of the CPU's attention, by the formula for the kernels of cards; zero for anything else."""
+    aten = torch.ops.aten
+    if func is aten._scaled_dot_product_flash_attention_for_cpu.default:
+        return sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape)
+    if func is aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
+        return sdpa_backward_flop_count(*(given.shape for given in args[:4]))
+    return 0
 
 
 def _chunked_loss_flops(args: tuple[Any, ...]) -> int:

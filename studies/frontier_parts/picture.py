@@ -1,4 +1,4 @@
-"""The picture: peak memory to the right, extra arithmetic upwards, a colour for each kind of way."""
+"""The picture: peak memory to the right, extra time upwards, a colour for each kind of way."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Dot:
     Attributes:
         kind: of the ways.
         peak: in MiB.
-        extra: in percent of the plain program's arithmetic.
+        extra: in percent of the plain program's time; negative for less.
         name: for readers who point at it.
     """
 
@@ -46,19 +46,24 @@ def picture(title: str, dots: Sequence[Dot]) -> str:
     """The drawing as SVG."""
     right = _ceiling(max(dot.peak for dot in dots))
     top = _ceiling(max(10.0, *(dot.extra for dot in dots)))
+    below = (
+        top / 5 * math.ceil(-min(0.0, *(dot.extra for dot in dots)) / (top / 5))
+    )  # whole lines of the grid
 
     def place(peak: float, extra: float) -> tuple[float, float]:
         x = _LEFT + (_WIDTH - _LEFT - _RIGHT) * peak / right
-        y = _HEIGHT - _BOTTOM - (_HEIGHT - _TOP - _BOTTOM) * max(extra, 0.0) / top
+        y = _HEIGHT - _BOTTOM - (_HEIGHT - _TOP - _BOTTOM) * (extra + below) / (top + below)
         return round(x, 1), round(y, 1)
 
     shapes: list[Shape] = [Label(at=(_LEFT, 24), text=title, colour=_TEXT, size=14, bold=True)]
     for number in range(6):
-        x, y = place(right * number / 5, top * number / 5)
+        x, _ = place(right * number / 5, 0.0)
         shapes.append(Line(points=((x, _TOP), (x, _HEIGHT - _BOTTOM)), colour=_GRID))
+        under = (x, _HEIGHT - _BOTTOM + 18)
+        shapes.append(Label(at=under, text=f"{right * number / 5:g}", colour=_TEXT, anchor="middle"))
+    for number in range(-round(5 * below / top), 6):
+        _, y = place(0.0, top * number / 5)
         shapes.append(Line(points=((_LEFT, y), (_WIDTH - _RIGHT, y)), colour=_GRID))
-        below = (x, _HEIGHT - _BOTTOM + 18)
-        shapes.append(Label(at=below, text=f"{right * number / 5:g}", colour=_TEXT, anchor="middle"))
         shapes.append(
             Label(at=(_LEFT - 8, y + 4), text=f"{top * number / 5:g} %", colour=_TEXT, anchor="end")
         )
@@ -80,7 +85,7 @@ def picture(title: str, dots: Sequence[Dot]) -> str:
         at = (_WIDTH - _RIGHT + 24.0, _TOP + 14.0 + 22 * number)
         shapes.append(Area(rings=[_disc(at)], colour=_COLOURS[kind]))
         shapes.append(Label(at=(at[0] + 12, at[1] + 4), text=kind, colour=_TEXT))
-    told = "Peak memory against extra multiplications and additions, a point for each way that was measured."
+    told = "Peak memory against extra time, a point for each way that was measured; the compiler aside."
     return to_svg(Drawing(width=_WIDTH, height=_HEIGHT, title=title, description=told, shapes=shapes))
 
 

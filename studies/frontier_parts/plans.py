@@ -1,4 +1,4 @@
-"""Plans of vramfit for the same workloads, priced for the CPU's kernels, which are what is measured."""
+"""Plans of vramfit for the same workloads: run on the CPU, where they are measured, and priced in a card's seconds."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from typing import Any
 from torch import nn
 
 from frontier_parts.hollow import Hollow
+from frontier_parts.measuring import card_seconds
 from frontier_parts.subjects import Subject
 from vramfit.capture.gradient_sums import measure_counts
 from vramfit.planner.candidates import Candidates, key_of
 from vramfit.planner.devices.cost import StepCost
-from vramfit.planner.devices.cpu_backend import CpuBackend, arithmetic_seconds_of, rates
+from vramfit.planner.devices.cpu_backend import CpuBackend, rates
 from vramfit.planner.plans import MEMORY, THROUGHPUT, NothingFits, Plan, PlanRequest
 from vramfit.planner.search import PlanSearch
 from vramfit.planner.step_profiler import StepProfile
@@ -47,7 +48,7 @@ class Answer:
 class Remembering:
     """The CPU, where a workload runs once with each set of techniques: searches for other budgets see the same runs.
 
-    It is priced by arithmetic, which is what the tables compare.
+    It is priced in a card's seconds, which is what the tables compare.
 
     Attributes:
         runs: that were made so far.
@@ -55,7 +56,7 @@ class Remembering:
 
     name: str = CpuBackend.name
     device_type: str = CpuBackend.device_type
-    device: CpuBackend = field(default_factory=lambda: CpuBackend(estimate=arithmetic_seconds_of))
+    device: CpuBackend = field(default_factory=lambda: CpuBackend(estimate=card_seconds))
     runs: int = 0
     _prices: dict[Any, StepCost] = field(default_factory=dict)
     _seen: dict[Any, tuple[Profile, StepProfile]] = field(default_factory=dict)

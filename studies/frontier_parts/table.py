@@ -21,15 +21,16 @@ from vramfit.writing import write_text
 
 KINDS = (EAGER, UNIFORM, SELECTIVE, COMPILER, AUTO_SAC, PLAN, CUT_PLAN)
 _PLANS = (PLAN, CUT_PLAN)
+_SAME = 0.001
+"""What is no further apart counts as equally quick: the tables show tenths of a percent."""
 
 
 class Verdict(Enum):
-    """How a plan fares beside the best peer within the same budget."""
+    """How a plan fares beside the quickest peer within the same budget."""
 
-    FEWER = "fewer"
-    SAME = "the same"
-    QUICKER = "more, in less time"
-    MORE = "MORE"
+    QUICKER = "quicker"
+    SAME = "as quick"
+    SLOWER = "SLOWER"
     ALONE = "no peer fits"
     ABOVE = "ABOVE BUDGET"
     NONE = "NOTHING FOUND"
@@ -42,13 +43,23 @@ class Comparison:
 
     Attributes:
         plan: its row.
-        peer: the one within the budget that computes least; None if none is.
-        verdict: how the plan fares.
+        peer: the quickest within the budget, the compiler aside; None if none is.
+        compiler: the compiler's row within the budget that is quickest with its pointwise operations for nothing; None
+            if none is.
+        verdict: how the plan fares beside `peer`.
     """
 
     plan: Found
     peer: Found | None
+    compiler: Found | None
     verdict: Verdict
+
+    @property
+    def compiler_could_be_quicker(self) -> bool:
+        """Whether a compiler that did all pointwise operations for nothing would take less time than the plan."""
+        if self.compiler is None or self.verdict not in (Verdict.QUICKER, Verdict.SAME, Verdict.SLOWER):
+            return False
+        return _seconds(self.compiler, fused=True) < _seconds(self.plan)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,8 +86,8 @@ class Judged:
 
     @property
     def falls_short(self) -> bool:
-        """Whether a plan is above its budget, is missing where a peer fits, or computes more in as much time."""
-        bad = (Verdict.MORE, Verdict.ABOVE, Verdict.NONE)
+        """Whether a plan is above its budget, is missing where a peer fits, or takes longer than a peer."""
+        bad = (Verdict.SLOWER, Verdict.ABOVE, Verdict.NONE)
         return any(one.verdict in bad for one in self.comparisons)
 
     def extra(self, found: Found, *, attention: bool = False) -> float:
@@ -128,28 +139,24 @@ def _compared(plan: Found, peers: Sequence[Found]) -> Comparison:
     budget = plan.row.budget
     assert budget is not None
     within = [found for found in peers if found.peak is not None and found.peak <= budget]
-    best = min(within, key=lambda found: (found.flops, _seconds(found), found.peak), default=None)
-    return Comparison(plan=plan, peer=best, verdict=_verdict(plan, within, best, budget))
+    compiled = [found for found in within if found.row.kind == COMPILER]
+    others = [found for found in within if found.row.kind != COMPILER]
+    best = min(others, key=lambda found: (_seconds(found), found.peak), default=None)
+    compiler = min(compiled, key=lambda found: _seconds(found, fused=True), default=None)
+    return Comparison(plan=plan, peer=best, compiler=compiler, verdict=_verdict(plan, best, budget))
 
 
-def _verdict(plan: Found, within: Sequence[Found], peer: Found | None, budget: int) -> Verdict:
+def _verdict(plan: Found, peer: Found | None, budget: int) -> Verdict:
     if plan.peak is None or not plan.value.get("fits", True):
         return Verdict.NOBODY if peer is None else Verdict.NONE
     if plan.peak > budget:
         return Verdict.ABOVE
     if peer is None:
         return Verdict.ALONE
-    if plan.flops == peer.flops:
+    ratio = _seconds(plan) / _seconds(peer)
+    if abs(ratio - 1) <= _SAME:
         return Verdict.SAME
-    if plan.flops < peer.flops:
-        return Verdict.FEWER
-    return Verdict.MORE if any(_is_better(one, plan) for one in within) else Verdict.QUICKER
-
-
-def _is_better(peer: Found, plan: Found) -> bool:
-    """Whether a peer computes less than a plan and takes no longer; a compiler's operations are taken to be fused."""
-    seconds = _seconds(peer, fused=peer.row.kind == COMPILER)
-    return peer.flops < plan.flops and seconds <= _seconds(plan)
+    return Verdict.QUICKER if ratio < 1 else Verdict.SLOWER
 
 
 # -- tables ----------------------------------------------------------------------------------------------------------
@@ -158,18 +165,21 @@ PEER_HEADS = ("way", "peak, MiB", "extra FLOPs", "with attention", "extra time",
 PLAN_HEADS = (
     "budget, MiB",
     "peak, MiB",
-    "extra FLOPs",
     "extra time",
-    "best peer",
+    "extra FLOPs",
+    "quickest peer",
     "its peak",
-    "its FLOPs",
     "its time",
-    "FLOPs of the plan",
+    "its FLOPs",
+    "the plan is",
+    "compiler, fused",
     "solver, s",
     "search, s",
     "runs",
     "plan",
 )
+_WORDS = {"way", "quickest peer", "the plan is", "plan"}
+"""Columns of words, which stand to the left."""
 
 
 def peer_cells(judged: Judged) -> Iterator[tuple[str, ...]]:
@@ -199,13 +209,14 @@ def plan_cells(judged: Judged, *, cut: bool) -> Iterator[tuple[str, ...]]:
         yield (
             _mib(plan.row.budget),
             _mib(plan.peak) if known else "",
-            _percent(judged.extra(plan)) if known else "",
             _percent(judged.extra_time(plan)) if known else "",
+            _percent(judged.extra(plan)) if known else "",
             "" if peer is None else peer.row.name,
             "" if peer is None else _mib(peer.peak),
-            "" if peer is None else _percent(judged.extra(peer)),
             "" if peer is None else _percent(judged.extra_time(peer)),
+            "" if peer is None else _percent(judged.extra(peer)),
             one.verdict.value,
+            "" if one.compiler is None else _percent(judged.extra_time(one.compiler, fused=True)),
             f"{plan.value['solve_seconds']:.1f}" if plan.peak is not None else "",
             f"{plan.value['search_seconds']:.0f}" if plan.peak is not None else "",
             str(plan.value.get("runs", "")),
@@ -229,7 +240,7 @@ def _print(console: Console, title: str, heads: Sequence[str], rows: Iterable[tu
         return
     shown = Table(title=title, title_justify="left")
     for head in heads:
-        text = head in ("way", "best peer", "plan", "FLOPs of the plan")
+        text = head in _WORDS
         shown.add_column(head, justify="left" if text else "right")
     for row in rows:
         shown.add_row(*row)
@@ -246,32 +257,29 @@ def _percent(part: float) -> str:
 
 # -- the page --------------------------------------------------------------------------------------------------------
 
-_INTRODUCTION = """# Peak memory against arithmetic
+_INTRODUCTION = """# Peak memory against time
 
 `python studies/frontier.py --write docs/{name}` makes this page: plans of vramfit beside other ways to recompute, on
 the same workloads and measured alike. {versions}, float32, without dropout, on the CPU, one thread.
 
 - **Peak**: the most bytes that tensors hold in a step, by the memory events of `torch.profiler`, less parameters and
   gradients. Gradients stay allocated from step to step, in every row. Buffers and the batch count.
+- **Extra time**: seconds of a step beyond those of the plain program, as the sum of all operations that it runs, each
+  as fast as on an {card} by the rates with which plans for cards are priced. That is an estimate for operations that
+  run one after the other, including the masks that transformers leaves out where nothing is masked.
 - **Extra FLOPs**: multiplications and additions of a step beyond those of the plain program, by the formulas of
   `torch.utils.flop_counter`, including in-place forms and torch's chunked loss. Torch has no formula for attention on
   the CPU, which therefore counts as zero, as with its own counter; *with attention* counts it by the formula for the
   kernels of cards.
-- **Extra time**: seconds of a step beyond those of the plain program, as the sum of all operations that it runs, each
-  as fast as on an {card} by the rates with which plans for cards are priced. That is an estimate for operations that
-  run one after the other, including the masks that transformers leaves out where nothing is masked. The compiler could
-  fuse pointwise operations with others; *fused* says what is left if these take no time at all, a lower bound for any
-  compiler.
-- **Plans** are priced for the CPU by their arithmetic, which is what is compared, and know nothing of the peers. Their
-  time is reported, but they do not optimize it: a loss in chunks of few rows is slow. They may use
-  {techniques}; a second table adds `micro-batching`,
-  which no peer does. *Solver* is the time of the mixed-integer programs, *search* the whole time, and *runs* how often
-  the workload ran: budgets of one workload are planned for in turn and share each other's runs. In these runs matrix
-  products give zeros, which changes no bytes; what is in the tables was run in full afterwards.
-- **Best peer**: of all that stay within the budget, the one with the fewest FLOPs. Where all plain products are kept,
-  fewer are impossible. A plan with more FLOPs than a peer is *MORE* if a peer with fewer takes no longer (by *fused*
-  for the compiler), and *more, in less time* otherwise. The compiler and plans both recompute single results, one at a
-  time.
+- **Plans** are searched for by that time, and know nothing of the peers. They may use {techniques};
+  a second table adds `micro-batching`, which no peer does. *Solver* is the time of the mixed-integer programs, *search*
+  the whole time, and *runs* how often the workload ran: budgets of one workload are planned for in turn and share each
+  other's runs. In these runs matrix products give zeros, which changes no bytes; what is in the tables was run in full
+  afterwards.
+- **Quickest peer**: of all that stay within the budget and run torch's own kernels, as plans do. *As quick* is within
+  0.1 %. A compiler could fuse pointwise operations with others, in plans as well as in the plain program, which is
+  another program to begin with: it has a column of its own, *fused*, which says what is left if these take no time at
+  all, a lower bound for any compiler.
 - SAC: `create_selective_checkpoint_contexts` on all blocks, keeping the results that are named; convolutions count as
   products. *Torch's chunks*: `torch.nn.functional.linear_cross_entropy`. Compiler: the activation memory budget of
   `torch.compile`, graphs cut by its partitioner (`aot_eager_decomp_partition`) and run without C++. Auto-SAC:
@@ -284,7 +292,7 @@ def write(path: Path, judged: Sequence[Judged]) -> None:
     write_text(path, page(path, judged))
     for one in judged[:1]:
         if one.eager is not None:
-            write_text(path.with_suffix(".svg"), picture(f"{one.subject.title}: extra FLOPs", dots(one)))
+            write_text(path.with_suffix(".svg"), picture(f"{one.subject.title}: extra time", dots(one)))
 
 
 def page(path: Path, judged: Sequence[Judged]) -> str:
@@ -301,7 +309,7 @@ def page(path: Path, judged: Sequence[Judged]) -> str:
             text += "\nNot measured yet.\n"
             continue
         if one is judged[0]:
-            text += f"\n![Peak against extra FLOPs]({path.with_suffix('.svg').name})\n"
+            text += f"\n![Peak against extra time]({path.with_suffix('.svg').name})\n"
         text += _summary(one)
         for cut, title in ((False, "Plans"), (True, "Plans that may cut the batch")):
             if rows := list(plan_cells(one, cut=cut)):
@@ -320,7 +328,12 @@ def _summary(judged: Judged) -> str:
             f"{verdicts.count(verdict)} {verdict.value}" for verdict in Verdict if verdict in verdicts
         )
         whose = "Plans that may cut the batch" if cut else "Plans"
-        told.append(f"{whose}, FLOPs beside the best peer's at {len(verdicts)} budgets: {counts}.")
+        told.append(f"{whose}, time beside the quickest peer's at {len(verdicts)} budgets: {counts}.")
+        fused = sum(one.compiler_could_be_quicker for one in judged.comparisons if one.plan.row.cut is cut)
+        if fused:
+            told[-1] += (
+                f" A compiler that did all pointwise operations for nothing would be quicker at {fused}."
+            )
     told += [f"Lowest peak of a {found.row.kind}: {_mib(found.peak)} MiB." for found in judged.lowest]
     if judged.peers:
         lowest = judged.peers[0]
@@ -334,15 +347,23 @@ def _summary(judged: Judged) -> str:
 
 
 def _markdown(heads: Sequence[str], rows: Iterable[tuple[str, ...]]) -> str:
-    figures = set(heads) - {"way", "best peer", "plan"}
+    figures = set(heads) - _WORDS
     return "\n".join(markdown_table(heads, rows, right=figures)) + "\n"
 
 
 def dots(judged: Judged) -> list[Dot]:
-    """All that was measured, for the picture; what computes more than half again is left out."""
+    """What was measured, for the picture; what takes more than half again is left out, and so is the compiler.
+
+    Its operations, taken apart and one after the other, are no time that anybody would wait for.
+    """
     found = [
-        Dot(kind=row.row.kind, peak=(row.peak or 0) / MIB, extra=100 * judged.extra(row), name=row.row.name)
+        Dot(
+            kind=row.row.kind,
+            peak=(row.peak or 0) / MIB,
+            extra=100 * judged.extra_time(row),
+            name=row.row.name,
+        )
         for row in (*judged.peers, *judged.lowest, *(one.plan for one in judged.comparisons))
-        if row.peak is not None and row.value.get("fits", True)
+        if row.peak is not None and row.value.get("fits", True) and row.row.kind != COMPILER
     ]
     return [dot for dot in found if dot.extra <= 50]

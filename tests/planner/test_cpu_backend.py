@@ -6,6 +6,7 @@ import gc
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from vramfit.planner.activation_ilp.decisions import (
     places,
     predicted_peak,
 )
-from vramfit.planner.devices.cpu_backend import CpuBackend, arithmetic_seconds_of, rates
+from vramfit.planner.devices.cpu_backend import CpuBackend, rates, seconds_of
 from vramfit.techniques import Choice, find_technique, with_choices
 
 pytestmark = pytest.mark.torch_versions
@@ -80,8 +81,11 @@ def test_the_seconds_of_a_run_are_those_that_were_observed() -> None:
     assert step_profile.flops / arithmetic <= price.step_seconds < 1e3 * MIB / traffic
 
 
-def test_arithmetic_can_be_all_that_counts() -> None:
-    device = CpuBackend(estimate=arithmetic_seconds_of)
+def test_seconds_are_those_of_the_estimate_that_is_given() -> None:
+    def arithmetic(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, flops: int) -> float:
+        return flops / rates()[0] + 1e-3 * seconds_of(func, args, kwargs, out, 0)
+
+    device = CpuBackend(estimate=arithmetic)
     _, step_profile = device.profile_step(chain(), SIZES, places)
     products = [op for block in step_profile.blocks for op in block.ops if op.flops]
     others = [op for block in step_profile.blocks for op in block.ops if op.bytes and not op.flops]

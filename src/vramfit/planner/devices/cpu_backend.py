@@ -204,13 +204,6 @@ def seconds_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: An
     return max(flops / arithmetic, moved / traffic)
 
 
-def arithmetic_seconds_of(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, flops: int
-) -> float:
-    """Estimated seconds of its arithmetic alone, for comparisons by FLOPs; a thousandth of its traffic breaks ties."""
-    return flops / rates()[0] + 1e-3 * seconds_of(func, args, kwargs, out, 0)
-
-
 @cache
 def rates() -> tuple[float, float]:
     """What this machine reaches: FLOP/s of a matrix product, B/s of a copy; the best of some runs."""
