@@ -33,8 +33,8 @@ from leak_programs import PROGRAMS, LeakProgram, Plant, innocent, with_leaks  # 
 from vramfit.analysis import verdict
 from vramfit.capture.step_counter import count_steps
 from vramfit.launch.host_meter import HostMemoryMeter
-from vramfit.launch.limits import Limits
 from vramfit.launch.stopping import Stopping
+from vramfit.options.limits import Limits
 from vramfit.patching import PatchStack
 from vramfit.virtual.gpu import VirtualGPU
 

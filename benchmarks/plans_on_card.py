@@ -47,10 +47,10 @@ PROBE = "import torch; print(torch.cuda.get_device_name(0))"
 STAND_IN = """
 import sys
 from vramfit.gpus import find_gpu
-from vramfit.virtual.virtual_run import VirtualRun
-from vramfit.virtual.virtual_run import VirtualRun
+from vramfit.files import Writes
+from vramfit.options.run_options import RunOptions
 from vramfit.virtual.virtual_run import run_in_child
-sys.exit(run_in_child(sys.argv[2:], VirtualRun(gpu=find_gpu(sys.argv[1]), writes="real")).exit_code)
+sys.exit(run_in_child(sys.argv[2:], RunOptions(gpu=find_gpu(sys.argv[1]), writes=Writes.REAL)).exit_code)
 """
 
 

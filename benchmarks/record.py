@@ -33,9 +33,11 @@ from recording import store
 from recording.store import Source
 
 from vramfit.errors import VramfitError
+from vramfit.files import Writes
 from vramfit.gpus import GpuSpec, find_gpu
+from vramfit.options.run_options import RunOptions
 from vramfit.units import format_bytes
-from vramfit.virtual.virtual_run import VirtualRun, run_in_child
+from vramfit.virtual.virtual_run import run_in_child
 
 ROOT = Path(__file__).parents[1]
 PROGRAM = Path(__file__).parent / "recording" / "program.py"
@@ -156,7 +158,7 @@ def run_on_virtual_gpu(command: Sequence[str], alloc_conf: str, gpu: GpuSpec) ->
     for name in SETTINGS:
         os.environ.pop(name, None)
     outcome = run_in_child(
-        command, VirtualRun(gpu=gpu, alloc_conf=alloc_conf, writes="real")
+        command, RunOptions(gpu=gpu, alloc_conf=alloc_conf, writes=Writes.REAL)
     )  # it leaves its recording there
     if outcome.exit_code:
         raise Failed(outcome.error or f"ended with code {outcome.exit_code}")

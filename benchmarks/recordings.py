@@ -32,7 +32,8 @@ from recordings_models.streams import Recording, differences
 
 from vramfit.analysis import Measure
 from vramfit.gpus import find_gpu
-from vramfit.virtual.virtual_run import VirtualRun, run_in_child
+from vramfit.options.run_options import RunOptions
+from vramfit.virtual.virtual_run import run_in_child
 
 ROOT = Path(__file__).parents[1]
 RECORDINGS = ROOT / "tests" / "data" / "traces"
@@ -163,8 +164,8 @@ def run(session: Session, wanted: Sequence[str]) -> Iterator[Comparison]:
     """Run a session on the virtual GPU and compare its snapshots with the wanted recordings."""
     with tempfile.TemporaryDirectory(prefix="vramfit-") as folder:
         command = [str(MODELS / session.script), "--out", folder, *session.arguments]
-        options = VirtualRun(
-            gpu=find_gpu(session.card), alloc_conf="", through=[folder], environ=KEPT_WORKSPACES
+        options = RunOptions(
+            gpu=find_gpu(session.card), alloc_conf="", writes_through=(folder,), environ=KEPT_WORKSPACES
         )
         outcome = run_in_child(command, options)
         if outcome.exit_code:

@@ -23,8 +23,9 @@ from pathlib import Path
 import vramfit
 from vramfit.analysis import verdict
 from vramfit.gpus import find_gpu
+from vramfit.options.run_options import RunOptions
 from vramfit.units import TIB, format_bytes
-from vramfit.virtual.virtual_run import VirtualRun, run_in_child
+from vramfit.virtual.virtual_run import run_in_child
 
 CARDS = ("RTX 3060", "RTX 4090", "A100 40GB", "H100")
 
@@ -205,7 +206,7 @@ def measured(case: Case, folder: Path) -> Row:
     script = folder / "program.py"
     script.write_text(case.text)
     spec = find_gpu(case.card)
-    unlimited = run_in_child([str(script)], VirtualRun(gpu=replace(spec, total_bytes=TIB), alloc_conf=""))
+    unlimited = run_in_child([str(script)], RunOptions(gpu=replace(spec, total_bytes=TIB), alloc_conf=""))
     if unlimited.exit_code != 0:
         raise SystemExit(f"{case.name} fails: {unlimited.error}")
     device = unlimited.devices[0]

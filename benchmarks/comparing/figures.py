@@ -24,9 +24,10 @@ from comparing.rows import Meaning, MeasuredFigure, bars_of
 from comparing.trainings import MeasuredTraining, chosen
 from vramfit.errors import VramfitError
 from vramfit.gpus import find_gpu
+from vramfit.options.run_options import RunOptions
 from vramfit.plain import from_plain
 from vramfit.trace import Run
-from vramfit.virtual.virtual_run import VirtualRun, run_in_child
+from vramfit.virtual.virtual_run import run_in_child
 
 BENCHMARKS = Path(__file__).parents[1]
 FIGURES = BENCHMARKS / "measured_by_others.toml"
@@ -141,7 +142,7 @@ def _prediction(entry: FigureEntry, program: Path) -> dict[str, Any]:
         spec = replace(spec, total_bytes=entry.total_bytes)
     try:
         run = run_in_child(
-            [str(program), *entry.program[1:]], VirtualRun(gpu=spec, alloc_conf=entry.alloc_conf)
+            [str(program), *entry.program[1:]], RunOptions(gpu=spec, alloc_conf=entry.alloc_conf)
         )
     except VramfitError as error:
         return {"reason": error.message}

@@ -23,8 +23,9 @@ from comparing.rows import Bar, Figure, Origin, Row, Stream, Tool, bars_of
 from vramfit.analysis import Measure, curves, lifetimes
 from vramfit.errors import VramfitError
 from vramfit.gpus import find_gpu
+from vramfit.options.run_options import RunOptions
 from vramfit.trace import EventKind, MemoryTrace, Run, read_any
-from vramfit.virtual.virtual_run import VirtualRun, run_in_child
+from vramfit.virtual.virtual_run import run_in_child
 
 BENCHMARKS = Path(__file__).parents[1]
 PROGRAM = BENCHMARKS / "recording" / "program.py"
@@ -164,7 +165,7 @@ def _prediction(recording: store.Recording) -> dict[str, Any]:
         with tempfile.TemporaryDirectory(prefix="vramfit-") as folder:
             run = run_in_child(
                 [str(PROGRAM), configuration.name, "--out", folder],
-                VirtualRun(gpu=spec, alloc_conf=configuration.alloc_conf, through=[folder]),
+                RunOptions(gpu=spec, alloc_conf=configuration.alloc_conf, writes_through=(folder,)),
             )
             if run.exit_code:
                 return _failed(run.error or f"the program ended with code {run.exit_code}")

@@ -61,7 +61,9 @@ def test_runs_reports_and_traces_are_taken_as_they_are() -> None:
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[Run]:
     """What the child interpreter gives, one run after the other."""
     prepared: list[Run] = []
-    monkeypatch.setattr("vramfit.api.programs.run_in_child", lambda _command, _options: prepared.pop(0))
+    monkeypatch.setattr(
+        "vramfit.virtual.virtual_run.run_in_child", lambda _command, _options, _settings: prepared.pop(0)
+    )
     return prepared
 
 

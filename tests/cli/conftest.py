@@ -8,8 +8,9 @@ import pytest
 
 from analysis.synthetic import fitting_run
 from vramfit.cli import main
+from vramfit.options.run_options import RunOptions
 from vramfit.trace import Run
-from vramfit.virtual.virtual_run import VirtualRun
+from vramfit.virtual.virtual_run import VirtualSettings
 
 
 @dataclass
@@ -33,10 +34,11 @@ class FakeRunner:
     again: Run = field(default_factory=lambda: replace(fitting_run(), exit_code=1))
     calls: list[tuple[list[str], dict[str, Any]]] = field(default_factory=list)
 
-    def run_in_child(self, command: list[str], options: VirtualRun) -> Run:
-        if options.aside:
+    def run_in_child(self, command: list[str], options: RunOptions, settings: VirtualSettings) -> Run:
+        if settings.aside:
             return self.again
-        named = {field.name: getattr(options, field.name) for field in fields(options)}
+        named = {field.name: getattr(one, field.name) for one in (options, settings) for field in fields(one)}
+        named["limits"] = options.limits
         self.calls.append((list(command), named))
         if isinstance(self.result, BaseException):
             raise self.result

@@ -13,11 +13,12 @@ import pytest
 from analysis.synthetic import Recorder, fitting_run, gpt_training, oom_run, virtual_run
 from cli.conftest import FakeRunner, Invocation
 from vramfit.analysis import verdict
-from vramfit.launch.limits import Limits
-from vramfit.record.record_run import RecordedRun
+from vramfit.options.limits import Limits
+from vramfit.options.run_options import RunOptions
 from vramfit.report import json_text
 from vramfit.trace import EventKind, MemoryTrace, Run, Source, TraceBuilder, TraceDevice
 from vramfit.trace.outcome import End, Progress, Unit
+from vramfit.virtual.virtual_run import VirtualSettings
 
 Command = Callable[..., Invocation]
 RUN = fitting_run()
@@ -167,7 +168,8 @@ class TestForReal:
         """The child that runs a program for real replaced; what it was asked."""
         calls: list[dict[str, object]] = []
 
-        def record_in_child(command: list[str], options: RecordedRun) -> Run:
+        def record_in_child(command: list[str], options: RunOptions, settings: VirtualSettings) -> Run:
+            assert settings.ends_line
             calls.append({"command": command, "device": options.device, "budget": options.budget})
             return replace(RUN, source=Source.CPU)
 

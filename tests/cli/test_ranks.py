@@ -12,10 +12,11 @@ import pytest
 from analysis.reconciling import predicted, training
 from analysis.synthetic import oom_run, quick_run
 from cli.conftest import Invocation
+from vramfit.options.run_options import RunOptions
 from vramfit.report import RANKS_SCHEMA
 from vramfit.trace import Run, RunWarning, write_snapshot
 from vramfit.virtual.ranks.rank_place import RankPlace
-from vramfit.virtual.virtual_run import VirtualRun
+from vramfit.virtual.virtual_run import VirtualSettings
 
 Command = Callable[..., Invocation]
 QUICK = quick_run()
@@ -25,18 +26,19 @@ class Ranks:
     """Takes the place of the child interpreters; each rank's run is the prepared one, on its own card."""
 
     def __init__(self) -> None:
-        self.calls: list[tuple[list[str], VirtualRun]] = []
+        self.calls: list[tuple[list[str], RunOptions]] = []
+        self.ran: list[RankPlace] = []
         self.result: Callable[[int], Run] = lambda _: QUICK
 
-    def __call__(self, command: list[str], options: VirtualRun) -> Run:
-        assert options.place is not None
+    def __call__(self, command: list[str], options: RunOptions, settings: VirtualSettings) -> Run:
+        assert settings.place is not None
+        self.ran.append(settings.place)
         self.calls.append((list(command), options))
-        return replace(self.result(options.place.rank), program=tuple(command))
+        return replace(self.result(settings.place.rank), program=tuple(command))
 
     @property
     def places(self) -> list[RankPlace]:
-        found = [options.place for _, options in self.calls if options.place is not None]
-        return sorted((replace(place, mailbox=None) for place in found), key=lambda place: place.rank)
+        return sorted((replace(place, mailbox=None) for place in self.ran), key=lambda place: place.rank)
 
 
 @pytest.fixture(autouse=True)
@@ -238,7 +240,7 @@ class TestFit:
     """`vramfit fit` of a script with ranks."""
 
     def test_the_fewest_cards(self, vramfit: Command, ranks: Ranks) -> None:
-        ranks.result = lambda _: QUICK if ranks.calls[-1][1].place.world_size > 2 else oom_run()  # type: ignore[union-attr]
+        ranks.result = lambda _: QUICK if ranks.ran[-1].world_size > 2 else oom_run()
         line = ("--gpu", "RTX 4090", "--ranks", "auto", "--assume", "typical,imbalance=2", "--", "--lr", "1")
         found = vramfit("fit", "train.py", *line)
         assert found.code == 0

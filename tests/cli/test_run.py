@@ -15,7 +15,7 @@ from cli.conftest import FakeRunner, Invocation
 from vramfit.cli import main
 from vramfit.cli.program import end_options_at_module
 from vramfit.errors import EnvironmentUnfitError
-from vramfit.launch.limits import Limits
+from vramfit.options.limits import Limits
 from vramfit.trace import MemoryTrace, Run
 from vramfit.trace.outcome import End, Progress
 from vramfit.units import GIB
@@ -151,7 +151,7 @@ def test_json_on_standard_output_is_alone_there(vramfit: Command, runner: FakeRu
 def test_what_the_program_prints_does_not_mix_with_json(
     runner: FakeRunner, script: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def prints(command: list[str], options: object) -> Run:
+    def prints(command: list[str], options: object, settings: object) -> Run:
         subprocess.run(["echo", "loss 0.5"], check=True)
         return fitting_run()
 

@@ -24,7 +24,7 @@ CONF = "expandable_segments:True"
 def runner(monkeypatch: pytest.MonkeyPatch) -> FakeRunner:
     """The child interpreter replaced."""
     fake = FakeRunner(quick_run())
-    monkeypatch.setattr("vramfit.api.programs.run_in_child", fake.run_in_child)
+    monkeypatch.setattr("vramfit.virtual.virtual_run.run_in_child", fake.run_in_child)
     return fake
 
 

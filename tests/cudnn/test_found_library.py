@@ -3,10 +3,10 @@
 import pytest
 
 from vramfit.cudnn import found_library
-from vramfit.cudnn.asker import wanted_cudnn
-from vramfit.cudnn.found_library import VARIABLE, dotted, find_cudnn, of_torch
+from vramfit.cudnn.found_library import dotted, find_cudnn, of_torch
 from vramfit.cudnn.stand_in import driver_functions
 from vramfit.errors import UsageError
+from vramfit.options.cudnn_choice import VARIABLE, wanted_cudnn
 
 from .libraries import installed
 

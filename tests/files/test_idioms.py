@@ -16,8 +16,9 @@ from tests.files.planted import NAMES, picture, plant
 
 from vramfit.files import Backend
 from vramfit.gpus import find_gpu
+from vramfit.options.run_options import RunOptions
 from vramfit.trace import ChangeKind, Run
-from vramfit.virtual.virtual_run import VirtualRun, run_in_child
+from vramfit.virtual.virtual_run import VirtualSettings, run_in_child
 
 BACKENDS = [Backend.PATCHES, Backend.NAMESPACE]
 PROGRAM = Path(__file__).with_name("idioms.py")
@@ -61,7 +62,8 @@ def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     before = picture(folder) | shared()
     run = run_in_child(
         [str(PROGRAM), str(results / "results.json")],
-        VirtualRun(gpu=find_gpu("24GiB"), cwd=folder, through=[results], backend=request.param),
+        RunOptions(gpu=find_gpu("24GiB"), cwd=str(folder), writes_through=(str(results),)),
+        VirtualSettings(backend=request.param),
     )
     found = json.loads((results / "results.json").read_text())
     return Ran(run=run, results=found, before=before, after=picture(folder) | shared(), folder=folder)

@@ -163,10 +163,12 @@ class TestMagic:
             ("--gpu 'RTX 9999'", "RTX 9999"),
             ("--gpu 24GiB --device cpu", "for a virtual GPU"),
             ("--gpu 24GiB --budget 1GiB", "for a virtual GPU"),
-            ("--gpus 2", "--gpus is for virtual GPUs"),
+            ("--gpus 2", "--gpus is for a virtual GPU"),
             ("--device tpu", "tpu"),
             ("--budget much", "much"),
             ("--what", "--what"),
+            ("--gpu 24GiB --assume much", "much"),
+            ("--writes keep", "--writes is for a virtual GPU"),
             ("-o a.b", "not the name of a variable"),
         ],
     )

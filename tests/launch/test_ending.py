@@ -16,9 +16,9 @@ import torch
 from torch._library import simple_registry
 
 from vramfit.launch import running, stopping
-from vramfit.launch.limits import NO_LIMITS
 from vramfit.launch.status import ChildState, read_status
 from vramfit.launch.stopping import Stopping
+from vramfit.options.limits import NO_LIMITS
 from vramfit.patching import PatchStack
 from vramfit.trace.outcome import End, Unit
 

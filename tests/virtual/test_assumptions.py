@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vramfit.errors import UsageError
-from vramfit.virtual.data_dependent.assume import Assume
+from vramfit.options.assume_choice import Assume
 from vramfit.virtual.data_dependent.shadow import MAX_KNOWN
 from vramfit.virtual.gpu import VirtualGPU
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vramfit.virtual.data_dependent.assume import Assume
+from vramfit.options.assume_choice import Assume
 from vramfit.virtual.gpu import VirtualGPU
 
 ANCHORS, WIDTH = 3000, 64

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributions import Bernoulli, Categorical, Normal
 
-from vramfit.virtual.data_dependent.assume import Assume
+from vramfit.options.assume_choice import Assume
 from vramfit.virtual.gpu import VirtualGPU
 from vramfit.virtual.guards import guard
 

@@ -12,8 +12,8 @@ from torch import nn
 
 from vramfit.analysis import growth, phases
 from vramfit.capture.step_counter import count_steps
-from vramfit.launch.limits import Limits
 from vramfit.launch.stopping import Stopping
+from vramfit.options.limits import Limits
 from vramfit.patching import PatchStack
 from vramfit.trace import TEARDOWN, Run
 from vramfit.units import MIB

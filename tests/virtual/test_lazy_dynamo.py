@@ -15,10 +15,11 @@ import torch
 import torch._dynamo
 
 from vramfit.gpus import find_gpu
+from vramfit.options.run_options import RunOptions
 from vramfit.patching import PatchStack
 from vramfit.virtual.gpu import VirtualGPU
 from vramfit.virtual.lazy_dynamo import forget_dynamo
-from vramfit.virtual.virtual_run import VirtualRun, run_in_child
+from vramfit.virtual.virtual_run import run_in_child
 
 DYNAMO = torch._dynamo
 
@@ -113,7 +114,7 @@ def test_the_first_block_of_fsdp2_keeps_its_whole_parameters(
 ) -> None:
     script = tmp_path / "sharded.py"
     script.write_text(SHARDED)
-    run = run_in_child([str(script)], VirtualRun(gpu=find_gpu("H200")))
+    run = run_in_child([str(script)], RunOptions(gpu=find_gpu("H200")))
     assert not run.exit_code
     assert capfd.readouterr().out.split() == ["12", "16", "16", "16", "12"]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from vramfit.virtual.data_dependent.assume import Assume
+from vramfit.options.assume_choice import Assume
 from vramfit.virtual.data_dependent.guesses import PATIENCE
 from vramfit.virtual.data_dependent.loops import Stake, guards, stake
 from vramfit.virtual.gpu import VirtualGPU

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from vramfit.virtual.data_dependent.assume import Assume
+from vramfit.options.assume_choice import Assume
 from vramfit.virtual.data_dependent.shadow import MAX_ELEMENTS
 from vramfit.virtual.fake_impls.host import LONGEST_LIST
 from vramfit.virtual.gpu import VirtualGPU

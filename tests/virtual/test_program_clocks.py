@@ -14,7 +14,7 @@ import torch
 from torch.utils import benchmark
 
 from vramfit.errors import UsageError
-from vramfit.virtual.clock_choice import ProgramClock
+from vramfit.options.clock_choice import ProgramClock
 from vramfit.virtual.gpu import VirtualGPU
 
 READING = 1e-6

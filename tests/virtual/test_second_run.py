@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from vramfit.analysis import Need, Verdict, verdict
+from vramfit.files import Writes
 from vramfit.gpus import GpuSpec, find_gpu
 from vramfit.launch.offline import is_own
+from vramfit.options.run_options import RunOptions
 from vramfit.trace import CardLimit, Run
 from vramfit.units import GIB, MIB, TIB
 from vramfit.virtual import second_run
 from vramfit.virtual.gpu import VirtualGPU
 from vramfit.virtual.ranks.rank_place import RankPlace
 from vramfit.virtual.second_run import run_again
-from vramfit.virtual.virtual_run import VirtualRun, run_in_child
+from vramfit.virtual.virtual_run import VirtualSettings, run_in_child
 
 ADAMW = """
 import torch
@@ -97,12 +100,13 @@ CARD = "640MiB"
 
 
 def judged(
-    folder: Path, program: str, *, options: VirtualRun | None = None, wanted: bool = True
+    folder: Path, program: str, *, options: RunOptions | None = None, wanted: bool = True
 ) -> tuple[Run, Verdict]:
     script = folder / "program.py"
     script.write_text(program)
-    where = VirtualRun(gpu=find_gpu(CARD), cwd=folder) if options is None else replace(options, cwd=folder)
-    run = run_again([str(script)], where, run_in_child([str(script)], where), wanted=wanted)
+    chosen = RunOptions(gpu=find_gpu(CARD)) if options is None else options
+    where = replace(chosen, cwd=str(folder), need=wanted)
+    run = run_again([str(script)], where, run_in_child([str(script)], where))
     return run, verdict(run)
 
 
@@ -199,17 +203,18 @@ def test_what_a_second_run_must_not_do_leaves_a_lower_bound(program: str, told: 
     ("wanted", "changed", "why"),
     [
         (False, {}, "--no-need"),
-        (True, {"writes": "real"}, "--writes real"),
+        (True, {"writes": Writes.REAL}, "--writes real"),
         (True, {"place": RankPlace(rank=0, world_size=2, ranks_per_node=2)}, "one rank of several"),
     ],
 )
 def test_what_is_not_run_again_says_why(
-    wanted: bool, changed: dict[str, object], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    wanted: bool, changed: dict[str, Any], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, _ = judged(tmp_path, ASKS, wanted=False)
     monkeypatch.setattr("vramfit.virtual.virtual_run.run_in_child", None)
-    options = replace(VirtualRun(gpu=find_gpu(CARD)), **changed)  # type: ignore[arg-type]
-    again = run_again([], options, replace(first, again=None), wanted=wanted)
+    place = changed.pop("place", None)
+    options = RunOptions(gpu=find_gpu(CARD), need=wanted, **changed)
+    again = run_again([], options, replace(first, again=None), VirtualSettings(place=place))
     need = need_of(verdict(again))
     assert not need.whole
     assert need.bytes == GIB + find_gpu(CARD).typical_context_bytes

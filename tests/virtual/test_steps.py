@@ -11,8 +11,8 @@ from torch import nn
 
 from vramfit.capture.attribution import ModuleStack, PhaseTracker, ProgramPhase
 from vramfit.capture.step_counter import StepCounter
-from vramfit.launch.limits import Limits
 from vramfit.launch.stopping import Stopping
+from vramfit.options.limits import Limits
 from vramfit.patching import PatchStack
 from vramfit.trace import Category, EventKind, TraceBuilder
 from vramfit.trace.outcome import End, Unit

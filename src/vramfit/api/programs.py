@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from vramfit.analysis import (
     Breakdown,
@@ -19,28 +19,18 @@ from vramfit.analysis import (
     reconcile,
     verdict,
 )
+from vramfit.api.option_keywords import takes_options
+from vramfit.api.program_run import run_program
 from vramfit.arguments import (
-    flag_argument,
     path_argument,
     paths_argument,
-    size_argument,
-    text_argument,
-    whole_argument,
 )
-from vramfit.cudnn.asker import wanted_cudnn
-from vramfit.cudnn.found_library import NONE
 from vramfit.errors import UsageError
-from vramfit.files import Writes
-from vramfit.gpus import GpuSpec, find_gpu
-from vramfit.launch.limits import limits_from
-from vramfit.record.record_run import AUTO, RecordedRun, record_in_child
+from vramfit.options.run_options import KEYWORDS, SEVERAL, RunKeywords, RunOptions, read_options
 from vramfit.report import json_text, print_report, render, to_json
 from vramfit.report.forms import Material, write_as
 from vramfit.report.html.page import run_summary, summary_lines
 from vramfit.trace import Actual, MemoryTrace, Run, read_actual
-from vramfit.virtual.data_dependent.assume import assumption
-from vramfit.virtual.second_run import run_again
-from vramfit.virtual.virtual_run import MOST_GPUS, VirtualRun, run_in_child
 
 _MARKS = "✓✗~! "
 """What headlines begin with."""
@@ -164,28 +154,14 @@ class Report:
         return text if self.against is None else f"{text}\n{render(self.against)}"
 
 
+@takes_options(without=SEVERAL)
 def run(
     program: str | os.PathLike[str],
     *arguments: str,
-    gpu: str | os.PathLike[str] | GpuSpec | None = None,
-    gpus: int = 1,
-    device: str | None = None,
-    budget: str | float | None = None,
     module: bool = False,
-    alloc_conf: str | None = None,
-    environ: Mapping[str, str] | None = None,
-    cwd: str | os.PathLike[str] | None = None,
-    assume: str = "upper",
-    profile: str | os.PathLike[str] = "auto",
-    cudnn: str | os.PathLike[str] | None = None,
     against: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
     tolerance: str = "1%",
-    steps: int | str | None = None,
-    time: str | float | None = None,
-    writes: str | None = None,
-    writes_through: Sequence[str | os.PathLike[str]] = (),
-    host_memory: bool = False,
-    need: bool = True,
+    **options: Unpack[RunKeywords],
 ) -> Report:
     """Run a program on virtual GPUs, or for real and recorded, in a process of its own.
 
@@ -197,29 +173,10 @@ def run(
     Args:
         program: a script, or the name of a module with ``module=True``.
         arguments: the program's own.
-        gpu: a card's name, a size (``"24GiB"``), a TOML file or a `GpuSpec`; None records the real run.
-        gpus: how many of them.
-        device: what is recorded without ``gpu``: ``"cuda"`` (or None), this machine's card, or ``"cpu"``, its CPU.
-        budget: memory that a recorded program may hold, ``"2GiB"`` or bytes.
         module: run ``program`` as ``python -m`` does.
-        alloc_conf: allocator settings, instead of ``PYTORCH_ALLOC_CONF``.
-        environ: variables added to this process's.
-        cwd: folder to run in.
-        assume: ``"upper"`` or ``"typical"``: what is taken for sizes that depend on data; ``"typical,imbalance=2"``: a
-            rank of experts receives twice its even share of tokens.
-        profile: a file that ``vramfit calibrate`` wrote, ``"none"``, or ``"auto"`` for that of this card and torch.
-        cudnn: an installed cuDNN to be asked what convolutions and attention take: its path, ``"auto"`` or
-            ``"none"``; None is what ``VRAMFIT_CUDNN`` says, by default none.
         against: files that tell of a real run of the same program, to compare with; see `Report.reconcile`.
         tolerance: how far they may differ.
-        steps: end the program after as many, or ``"steady"``: when three in a row asked for the same memory.
-        time: end it after ``"90s"``, ``"10m"``, ``"1h"`` or as many seconds.
-        writes: what happens to files that a program writes on a virtual GPU: ``"discard"`` (the default) sets them
-            aside and drops them, ``"keep"`` leaves them in a folder beside it, ``"real"`` writes them.
-        writes_through: paths that it writes for real even so, such as a folder of downloads.
-        host_memory: follow the host's memory too, by `tracemalloc`: `Run.host`. It costs time.
-        need: run a program that runs out on a virtual GPU again without the card's limit, so that `Report.need` says
-            what it needs in all.
+        options: those of `RunOptions`.
 
     Raises:
         UnknownGpuError: no such card.
@@ -227,90 +184,39 @@ def run(
         TraceFormatError: a file of the real run cannot be read.
         EnvironmentUnfitError: this torch cannot carry the virtual GPU.
     """
-    _check_place(gpu, of_real=(device, budget), of_virtual=(writes, writes_through or None))
-    spec = None if gpu is None else find_gpu(gpu)
-    limit = None if budget is None else size_argument("budget", budget)
-    count = whole_argument("gpus", gpus, least=1, most=MOST_GPUS)
-    limits = limits_from(steps, time)
-    flag_argument("host_memory", host_memory)
-    flag_argument("need", need)
-    folder = None if cwd is None else _folder(cwd)
-    command = _command(program, arguments, module, folder)
-    _check_texts(device=device, alloc_conf=alloc_conf)
-    added = None if environ is None else _environ(environ)
+    chosen = read_options(KEYWORDS, options, without=SEVERAL)
+    command = command_of(program, arguments, chosen.cwd, module=module)
     bound = Tolerance.parse(tolerance)
     actual = None if against is None else read_actual(*paths_argument("against", against))
     if actual is not None:
         check_device(actual, None)  # a wrong file should not cost a run
-    where: VirtualRun | RecordedRun
-    if spec is None:
-        where = RecordedRun(device=device or AUTO, budget=limit)
-    else:
-        where = VirtualRun(
-            gpu=spec,
-            gpus=count,
-            assume=assumption(assume).text,
-            profile=profile,
-            cudnn=wanted_cudnn(cudnn) or NONE,
-            writes=Writes.DISCARD if writes is None else writes,
-            through=paths_argument("writes_through", writes_through),
-        )
-    where = replace(
-        where, alloc_conf=alloc_conf, environ=added, cwd=folder, limits=limits, host_memory=host_memory
-    )
-    if isinstance(where, VirtualRun):
-        outcome = run_again(command, where, run_in_child(command, where), wanted=need)
-    else:
-        outcome = record_in_child(command, where)
-    report = Report(run=outcome, verdict=verdict(outcome))
+    report = report_of(command, chosen)
     return report if actual is None else report._beside(actual, None, bound)
 
 
-def _check_place(gpu: object, *, of_real: Sequence[object], of_virtual: Sequence[object]) -> None:
-    """Make sure that what was given is either for a real run or for a virtual one; None stands for nothing."""
-    if gpu is not None and any(given is not None for given in of_real):
-        raise UsageError(
-            "device= and budget= are for recording a real run, gpu= for a virtual GPU", "Give one"
-        )
-    if gpu is None and any(given is not None for given in of_virtual):
-        raise UsageError(
-            "writes= and writes_through= are for a virtual GPU: a recorded program writes its files as usual",
-            "Give gpu= too, or leave them out",
-        )
+def report_of(command: Sequence[str], options: RunOptions) -> Report:
+    """The report of a program; see `run_program`."""
+    outcome = run_program(command, options)
+    return Report(run=outcome, verdict=verdict(outcome))
 
 
-def _command(program: object, arguments: Sequence[object], module: bool, folder: Path | None) -> list[str]:
-    """What python would be given."""
+def command_of(
+    program: object, arguments: Sequence[object], folder: str | None, *, module: bool, or_else: str = ""
+) -> list[str]:
+    """What python would be given.
+
+    Args:
+        or_else: what could be passed in place of a script, for errors.
+
+    Raises:
+        UsageError: there is no such script.
+    """
     name = path_argument("program", program)
     own = [path_argument(f"arguments[{at}]", one) for at, one in enumerate(arguments)]
     if module:
         return ["-m", name, *own]
     if not (Path(folder or ".") / name).is_file():
-        raise UsageError(f"there is no script {name}", "Give the path of a Python file, or module=True")
+        raise UsageError(
+            f"there is no script {name}", f"Pass the path of a Python file,{or_else} or module=True"
+        )
     return [name, *own]
-
-
-def _folder(cwd: object) -> Path:
-    folder = Path(path_argument("cwd", cwd))
-    if not folder.is_dir():
-        raise UsageError(f"there is no folder {folder}", "cwd= names the one that the program runs in")
-    return folder
-
-
-def _check_texts(**given: object) -> None:
-    for name, value in given.items():
-        if value is not None:
-            text_argument(name, value)
-
-
-def _environ(environ: object) -> dict[str, str]:
-    """Variables, as a child process can be given them."""
-    if not isinstance(environ, Mapping):
-        raise UsageError(f"environ={environ!r} holds no variables", 'Give a dict, such as {"SEED": "1"}')
-    for name, value in environ.items():
-        text = text_argument(f"environ[{name!r}]", value)
-        if not isinstance(name, str) or not name or "=" in name or "\0" in name + text:
-            raise UsageError(
-                f"environ cannot set {name!r} to {text!r}", "Names hold no = and no null character"
-            )
-    return dict(environ)

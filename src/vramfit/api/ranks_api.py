@@ -5,26 +5,22 @@ from __future__ import annotations
 import os
 import pickle
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from vramfit.analysis.rank_memory import RankSpan, WorldMemory, world_memory
-from vramfit.api.programs import Report
-from vramfit.arguments import call_argument, path_argument, paths_argument, text_argument, whole_argument
-from vramfit.cudnn.asker import wanted_cudnn
-from vramfit.cudnn.found_library import NONE
+from vramfit.api.option_keywords import takes_options
+from vramfit.api.programs import Report, command_of
+from vramfit.arguments import call_argument, whole_argument
 from vramfit.errors import UsageError
-from vramfit.files import Writes
-from vramfit.gpus import GpuSpec, find_gpu
-from vramfit.launch.limits import limits_from
+from vramfit.gpus import GpuSpec
+from vramfit.options.run_options import KEYWORDS, NOT_OF_RANKS, WorldKeywords, read_options
 from vramfit.report import json_text, print_report, render, to_json
 from vramfit.trace import Run
-from vramfit.virtual.data_dependent.assume import assumption
 from vramfit.virtual.ranks.rank_place import MOST_RANKS, PER_NODE
-from vramfit.virtual.virtual_run import VirtualRun
 from vramfit.virtual.worlds.rank_choice import ChoiceKind, rank_choice, standings
 from vramfit.virtual.worlds.world_run import World, WorldRun, kinds_of, places_of, run_world
 
@@ -128,6 +124,7 @@ def _of_its_card(run: Run) -> Run:
     return replace(run, devices=used or run.devices[:1])
 
 
+@takes_options(without=NOT_OF_RANKS, own=("gpu",))
 def run_ranks(
     program: Program,
     *arguments: Any,
@@ -136,17 +133,8 @@ def run_ranks(
     ranks: str | int | Sequence[int] = "auto",
     per_node: int | None = None,
     module: bool = False,
-    alloc_conf: str | None = None,
-    environ: Mapping[str, str] | None = None,
-    cwd: str | os.PathLike[str] | None = None,
-    assume: str = "upper",
-    profile: str | os.PathLike[str] = "auto",
-    cudnn: str | os.PathLike[str] | None = None,
-    steps: int | str | None = None,
-    time: str | float | None = None,
-    writes: str | None = None,
-    writes_through: Sequence[str | os.PathLike[str]] = (),
     progress: Callable[[str], object] | None = None,
+    **options: Unpack[WorldKeywords],
 ) -> WorldReport:
     """Run ranks of a distributed program on virtual GPUs, each in a process of its own, and find the worst.
 
@@ -173,8 +161,8 @@ def run_ranks(
         ranks: those that run: ``"auto"`` (one of each kind), ``"all"``, a number, or several.
         per_node: ranks of a node; 8, or as many as there are.
         module: run ``program`` as ``python -m`` does.
-        alloc_conf, environ, cwd, assume, profile, cudnn, steps, time, writes, writes_through: as for `run`.
         progress: called with a line before each rank.
+        options: those of `RunOptions` for virtual cards.
 
     Raises:
         UnknownGpuError: no such card.
@@ -184,42 +172,15 @@ def run_ranks(
     size = whole_argument("world_size", world_size, least=1, most=MOST_RANKS)
     node = min(PER_NODE, size) if per_node is None else whole_argument("per_node", per_node, least=1)
     world, choice = World(size=size, per_node=node), rank_choice(ranks, size)
-    folder = None if cwd is None else Path(path_argument("cwd", cwd))
-    if alloc_conf is not None:
-        text_argument("alloc_conf", alloc_conf)
-    where = VirtualRun(
-        gpu=find_gpu(gpu),
-        assume=assumption(assume).text,
-        profile=profile,
-        cudnn=wanted_cudnn(cudnn) or NONE,
-        writes=Writes.DISCARD if writes is None else writes,
-        through=paths_argument("writes_through", writes_through),
-        alloc_conf=alloc_conf,
-        environ=None if environ is None else dict(environ),
-        cwd=folder,
-        limits=limits_from(steps, time),
-    )
+    chosen = read_options(KEYWORDS, {"gpu": gpu, **options}, without=NOT_OF_RANKS)
     told = None if progress is None else call_argument("progress", progress)
     with ExitStack() as stack:
         if callable(program):
             made = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="vramfit-function-")))
             command = [str(_script_of(program, arguments, made))]
         else:
-            command = _command(program, arguments, folder, "-m" if module else "")
-        return WorldReport(memory=memory_of(run_world(lambda _: command, where, world, choice, told)))
-
-
-def _command(program: object, arguments: Sequence[object], folder: Path | None, option: str) -> list[str]:
-    """What python would be given."""
-    name = path_argument("program", program)
-    own = [path_argument(f"arguments[{at}]", one) for at, one in enumerate(arguments)]
-    if option:
-        return [option, name, *own]
-    if not (Path(folder or ".") / name).is_file():
-        raise UsageError(
-            f"there is no script {name}", "Give the path of a Python file, a function, or module=True"
-        )
-    return [name, *own]
+            command = command_of(program, arguments, chosen.cwd, module=module, or_else=" a function,")
+        return WorldReport(memory=memory_of(run_world(lambda _: command, chosen, world, choice, told)))
 
 
 def _script_of(function: Callable[..., object], arguments: Sequence[object], folder: Path) -> Path:

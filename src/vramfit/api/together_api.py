@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from vramfit.analysis import CardSharing, check_count, run_from_trace, share_card, used_device
-from vramfit.api.programs import Report, run
+from vramfit.api.option_keywords import takes_options
+from vramfit.api.program_run import run_program
+from vramfit.api.programs import Report, command_of
 from vramfit.arguments import call_argument, path_argument, shown
 from vramfit.errors import UsageError, VramfitError
-from vramfit.gpus import GpuSpec, find_gpu
-from vramfit.launch.limits import limits_from
+from vramfit.gpus import GpuSpec
+from vramfit.options.run_options import KEYWORDS, NOT_TOGETHER, RunOptions, WorldKeywords, read_options
 from vramfit.report import json_text, print_report, render, to_json
 from vramfit.trace import MemoryTrace, Run, read_any
 
@@ -75,11 +77,12 @@ class Together:
 Program = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | MemoryTrace | Run | Report
 
 
+@takes_options(without=NOT_TOGETHER, own=("gpu",))
 def together(
     *programs: Program,
     gpu: str | os.PathLike[str] | GpuSpec,
     progress: Callable[[str], object] | None = None,
-    **options: Any,
+    **options: Unpack[WorldKeywords],
 ) -> Together:
     """What programs take side by side on one card, each a process of its own.
 
@@ -96,7 +99,7 @@ def together(
             snapshot, or the `Report`, run or `MemoryTrace` of one that ran already.
         gpu: a card's name, a size (``"24GiB"``), a TOML file or a `GpuSpec`.
         progress: called with a line before each run.
-        options: those of `run` for a virtual GPU: ``steps``, ``time``, ``alloc_conf``, ``environ``, ``assume``, ...
+        options: those of `RunOptions` for a virtual card.
 
     Raises:
         UnknownGpuError: no such card.
@@ -104,9 +107,16 @@ def together(
         TraceFormatError: a file cannot be read.
         VramfitError: a program failed for another reason than memory.
     """
-    spec = find_gpu(gpu)
+    chosen = read_options(KEYWORDS, {"gpu": gpu, **options}, without=NOT_TOGETHER)
     told = None if progress is None else call_argument("progress", progress)
-    limits_from(options.get("steps"), options.get("time"))
+    return programs_together(programs, replace(chosen, need=False), told)
+
+
+def programs_together(
+    programs: Sequence[Program], options: RunOptions, progress: Callable[[str], object] | None
+) -> Together:
+    """See `together`."""
+    spec = options.card
     given = [_checked(one, at) for at, one in enumerate(programs)]
     if len(given) < 2:
         raise UsageError("programs are told side by side from two on", "Give another, or use vramfit.run")
@@ -120,9 +130,9 @@ def together(
         if isinstance(one.source, Run):
             runs.append(one.source)
             continue
-        if told is not None:
-            told(f"program {number + 1} of {len(given)}: {one.name}")
-        runs.append(_run_of(one.name, one.source, spec, options))
+        if progress is not None:
+            progress(f"program {number + 1} of {len(given)}: {one.name}")
+        runs.append(_run_of(one.name, one.source, options))
         used_device(runs[-1], name, spec)
     return Together(sharing=share_card(runs, names, spec), runs=tuple(runs))
 
@@ -160,17 +170,17 @@ def _checked(program: Any, at: int) -> _Given:
     return _Given(name=" ".join([name.name, *words[1:]]), source=words)
 
 
-def _run_of(name: str, command: list[str], spec: GpuSpec, options: dict[str, Any]) -> Run:
+def _run_of(name: str, command: list[str], options: RunOptions) -> Run:
     """The run of a script by itself.
 
     Raises:
         VramfitError: it failed, and not for want of memory.
     """
-    found = run(*command, gpu=spec, need=False, **options).run
+    found = run_program(command_of(command[0], command[1:], options.cwd, module=False), options)
     if found.exit_code != 0 and not found.ran_out:
         raise VramfitError(
             f"{name} failed: {found.error or f'its exit code is {found.exit_code}'}",
-            f'Try it alone: vramfit run --gpu "{spec.name}" {command[0]}',
+            f'Try it alone: vramfit run --gpu "{options.card.name}" {command[0]}',
         )
     return found
 

@@ -15,28 +15,21 @@ from vramfit.cli.ci import failures_told, tell_check
 from vramfit.cli.printing import STANDARD_OUTPUT, apart_from_json, check_outputs, interrupted, write_document
 from vramfit.cli.program import Verb, check_source, program_command
 from vramfit.cli.ranks import (
-    PerNode,
-    Rank,
-    RankOptions,
-    Ranks,
     WorldOptions,
     is_launcher,
-    on_virtual_cards,
     run_ranks,
+    settings_of,
     world_of,
 )
-from vramfit.cli.where import chosen, run_program, with_cudnn
+from vramfit.cli.run_parameters import with_run_options
+from vramfit.cli.where import run_program
 from vramfit.errors import UsageError, VramfitError
-from vramfit.files.policy import Writes
-from vramfit.launch.limits import limits_from
-from vramfit.virtual.data_dependent.assume import Assume
+from vramfit.options.run_options import RunOptions
 
 if TYPE_CHECKING:
     from vramfit.analysis import Gate, PeakState, Tolerance, Verdict
-    from vramfit.record.record_run import RecordedRun
     from vramfit.report import Check
     from vramfit.trace import Actual, Run
-    from vramfit.virtual.virtual_run import VirtualRun
 
 GATE_FAILED = 3
 _SOURCES = {".py", ".pyw"}
@@ -54,7 +47,15 @@ class CheckCommand(Verb):
         return ["(SCRIPT | -m MODULE | TRACE | SNAPSHOT | REPORT.json)", "[OPTIONS]", "[-- ARGS...]"]
 
 
+@with_run_options(
+    without=("budget", "clock", "kernels", "host_memory"),
+    words={
+        "gpu": "The card of the program; by default the baseline's, or one of the budget's size.",
+        "device": "Run for real instead, recorded: on this machine's card or on its CPU.",
+    },
+)
 def check_command(
+    *,
     target: Annotated[
         list[str] | None,
         typer.Argument(
@@ -83,35 +84,8 @@ def check_command(
             metavar="T", help='How much more than the baseline, "1%" or "50MiB".', show_default="1%"
         ),
     ] = None,
-    gpu: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="The card of the program; by default the baseline's, or one of the budget's size.",
-            autocompletion=options.gpu_names,
-        ),
-    ] = None,
-    gpus: options.Gpus = 1,
-    ranks: Ranks = None,
-    per_node: PerNode = None,
-    rank: Rank = None,
-    device: Annotated[
-        str | None,
-        typer.Option(
-            metavar="cuda[:N]|cpu",
-            help="Run for real instead, recorded: on this machine's card or on its CPU.",
-        ),
-    ] = None,
+    run: RunOptions,
     module: options.Module = None,
-    alloc_conf: options.AllocConf = None,
-    assume: options.AssumedSizes = Assume.UPPER.value,
-    profile: options.Profile = "auto",
-    cudnn: options.Cudnn = None,
-    steps: options.Steps = None,
-    time: options.Time = None,
-    writes: options.Written = None,
-    writes_through: options.WrittenThrough = None,
-    no_need: options.NoNeed = False,
     json: Annotated[
         Path | None,
         typer.Option(
@@ -145,25 +119,22 @@ def check_command(
     check_outputs(
         (("--json", json), ("--junit", junit), ("--write-baseline", write_baseline), ("--report", report))
     )
-    options.check_alloc_conf(alloc_conf)
-    limits = limits_from(steps, time)
-    several = RankOptions(ranks=ranks, per_node=per_node, rank=rank, cards=gpus)
-    subject = _subject(module, target or [], several)
+    options.check_alloc_conf(run.alloc_conf)
+    subject = _subject(module, target or [], run)
     if isinstance(subject, Path):
-        if steps is not None or time is not None:
+        if run.steps is not None or run.time is not None:
             raise UsageError(
-                f"{'--steps' if steps is not None else '--time'} is for a program, and {subject} is a file of a run",
+                f"{'--steps' if run.steps is not None else '--time'} is for a program, and {subject} is a file of a "
+                "run",
                 "Leave it out",
             )
         with failures_told(subject.name, junit=junit, json=json):
             found = _of_file(subject)
             gates = _gates(asked, found.states)
     else:
-        where = _where(asked, gpu, gpus, device, assume, profile, writes, writes_through or ())
-        where = with_cudnn(where, cudnn)
-        where = replace(where, alloc_conf=alloc_conf, limits=limits, ends_line=True)
+        run = _on_card(asked, run)
         with failures_told(_name_of(subject), junit=junit, json=json):
-            found = _of_program(subject, where, json, need=not no_need)
+            found = _of_program(subject, run, json)
             _check_end(found)
             gates = _gates(asked, found.states)
     _end(asked, found, gates, _CheckOutputs(json=json, junit=junit, report=report))
@@ -228,10 +199,11 @@ def _asked(
     )
 
 
-def _subject(module: str | None, target: list[str], several: RankOptions) -> Path | list[str] | WorldOptions:
+def _subject(module: str | None, target: list[str], run: RunOptions) -> Path | list[str] | WorldOptions:
     """The file to look at, or the program to run."""
-    if module is not None or several.are_given or (target and is_launcher(target)):
-        return world_of(module, target, several)
+    of_ranks = any(one is not None for one in (run.ranks, run.per_node, run.rank))
+    if module is not None or of_ranks or (target and is_launcher(target)):
+        return world_of(module, target, run)
     if not target:
         raise UsageError(
             "no target is given", "Name a script, -m MODULE, or the trace, snapshot or report of a run"
@@ -246,34 +218,15 @@ def _subject(module: str | None, target: list[str], several: RankOptions) -> Pat
     return Path(target[0])
 
 
-def _where(
-    asked: _CheckOptions,
-    gpu: str | None,
-    gpus: int,
-    device: str | None,
-    assume: str,
-    profile: str,
-    writes: Writes | None,
-    through: Sequence[Path],
-) -> VirtualRun | RecordedRun:
-    """Where to run: as the options say, else as the baseline ran, else on a virtual card of the budget's size."""
-    if gpu is None and device is None:
+def _on_card(asked: _CheckOptions, run: RunOptions) -> RunOptions:
+    """The options with the place to run: as they say, else as the baseline ran, else a card of the budget's size."""
+    if run.gpu is None and run.device is None:
         before = {} if asked.baseline is None else asked.baseline.report or {}
         if before.get("source") == "cpu":
-            device = "cpu"
+            run = replace(run, device="cpu")
         else:
-            gpu = _card_of(asked)
-    budget = None if asked.budget is None or device != "cpu" else f"{asked.budget}B"
-    return chosen(
-        gpu,
-        gpus=gpus,
-        device=device,
-        budget=budget,
-        assume=assume,
-        profile=profile,
-        writes=writes,
-        through=through,
-    )
+            run = replace(run, gpu=options.card_of(_card_of(asked)))
+    return replace(run, budget=asked.budget) if run.device == "cpu" else run
 
 
 def _card_of(asked: _CheckOptions) -> str:
@@ -325,13 +278,7 @@ def _name_of(subject: list[str] | WorldOptions) -> str:
     return " ".join(subject if isinstance(subject, list) else subject.launched.program)
 
 
-def _of_program(
-    subject: list[str] | WorldOptions,
-    where: VirtualRun | RecordedRun,
-    json: Path | None,
-    *,
-    need: bool,
-) -> _CheckedTarget:
+def _of_program(subject: list[str] | WorldOptions, options: RunOptions, json: Path | None) -> _CheckedTarget:
     """Run a program; of one with several ranks the worst is what is checked."""
     from vramfit.analysis import verdict
 
@@ -339,11 +286,11 @@ def _of_program(
         check_source(subject)
         try:
             with apart_from_json(json):
-                run = run_program(subject, where, need=need)
+                run = run_program(subject, options, settings_of())
         except KeyboardInterrupt:
             raise interrupted() from None
         return _of_run(run, verdict(run), " ".join(run.program))
-    worst = run_ranks(subject, on_virtual_cards(where), json).decisive
+    worst = run_ranks(subject, options, json).decisive
     name = f"{' '.join(worst.run.program)}, rank {worst.rank} of {subject.world.size}"
     return _of_run(worst.run, worst.verdict, name)
 

@@ -10,18 +10,31 @@ import typer
 from vramfit.cli import options
 from vramfit.cli.fit_ranks import FitOptions, fit_ranks
 from vramfit.cli.printing import check_outputs, print_result, showing, wide_console
-from vramfit.cli.ranks import PANEL, PerNode
+from vramfit.cli.run_parameters import with_run_options
 from vramfit.errors import UsageError
-from vramfit.launch.limits import limits_from
-from vramfit.virtual.data_dependent.assume import Assume, assumption
+from vramfit.options.declaration import SEVERAL_CARDS
+from vramfit.options.run_options import RunOptions, given_options
 
 if TYPE_CHECKING:
-    from vramfit.virtual.virtual_run import VirtualRun
+    pass
 
 DOES_NOT_FIT = 3
+_NOT_HERE = frozenset(
+    {"gpus", "ranks", "rank", "device", "budget", "profile", "cudnn", "clock", "kernels", "time"}
+    | {"writes", "writes_through", "need", "host_memory"}
+)
+"""Options of a run that this verb does not have; ``--ranks`` means something else here."""
 
 
+@with_run_options(
+    without=_NOT_HERE,
+    words={
+        "gpu": 'The virtual card: "RTX 4090", a size such as 24GiB, or a TOML file.',
+        "assume": "As for vramfit run: what to take for sizes that depend on data.",
+    },
+)
 def fit_command(
+    *,
     workload: Annotated[
         str,
         typer.Argument(
@@ -31,7 +44,7 @@ def fit_command(
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="-- ARGS", help="The script's own.", show_default=False)
     ] = None,
-    gpu: options.Gpu = None,
+    run: RunOptions,
     device: options.DeviceName = None,
     budget: options.Budget = None,
     margin: options.Margin = None,
@@ -49,26 +62,15 @@ def fit_command(
         typer.Option(
             metavar="auto|N",
             help="Of a distributed script: look for the fewest cards, or with --largest for a value on N of them.",
-            rich_help_panel=PANEL,
+            rich_help_panel=SEVERAL_CARDS,
         ),
     ] = None,
-    per_node: PerNode = None,
     most_ranks: Annotated[
         int | None,
         typer.Option(
-            metavar="N", min=1, help="Cards to try at most.", show_default="64", rich_help_panel=PANEL
+            metavar="N", min=1, help="Cards to try at most.", show_default="64", rich_help_panel=SEVERAL_CARDS
         ),
     ] = None,
-    assume: Annotated[
-        str | None,
-        typer.Option(
-            metavar=options.ASSUMED_FORM,
-            help="As for vramfit run: what to take for sizes that depend on data.",
-            show_default="upper",
-            rich_help_panel=PANEL,
-        ),
-    ] = None,
-    steps: options.Steps = None,
     size: options.Sizes = None,
     plan: Annotated[Path | None, typer.Option(metavar="PLAN.toml", help="Apply this plan first.")] = None,
     card: options.OnCard = None,
@@ -76,7 +78,6 @@ def fit_command(
         int | None,
         typer.Option(metavar="N", min=1, help="A gate: end with exit code 3 if less than N fits."),
     ] = None,
-    alloc_conf: options.AllocConf = None,
     json: options.JsonFile = None,
 ) -> None:
     """Find the largest batch size, or another size, with which a workload's step fits.
@@ -89,13 +90,14 @@ def fit_command(
     """
     check_outputs([("--json", json)])
     if ranks is not None:
-        sought = FitOptions(
-            ranks=ranks, per_node=per_node, largest=largest, at_least=at_least, most=most_ranks
-        )
-        where = _where(gpu, alloc_conf, assume, steps)
-        fit_ranks(workload, arguments or [], where, sought, json)
-    _refuse_script_options(arguments, steps=steps, per_node=per_node, most_ranks=most_ranks, assume=assume)
-    room = options.room_of(gpu, device, budget, margin, host_budget, alloc_conf)
+        if run.gpu is None:
+            raise UsageError("no card is given", "Choose one with --gpu NAME, such as --gpu H100")
+        options.check_alloc_conf(run.alloc_conf)
+        sought = FitOptions(ranks=ranks, largest=largest, at_least=at_least, most=most_ranks)
+        fit_ranks(workload, arguments or [], run, sought, json)
+    of_script = {name: True for name in given_options(run) if name not in ("gpu", "alloc_conf")}
+    _refuse_script_options(arguments, **of_script, most_ranks=most_ranks)
+    room = options.room_of(run.gpu, device, budget, margin, host_budget, run.alloc_conf)
     with showing() as progress:
         from vramfit.planner.planner_run import fit_in_child
 
@@ -118,26 +120,6 @@ def fit_command(
     )
     if found.value < (at_least or 1):
         raise typer.Exit(DOES_NOT_FIT)
-
-
-def _where(gpu: str | None, conf: str | None, assume: str | None, steps: str | None) -> VirtualRun:
-    """Where ranks of a script run.
-
-    Raises:
-        UsageError: no card is given, or an option is wrong.
-    """
-    from vramfit.gpus import find_gpu
-    from vramfit.virtual.virtual_run import VirtualRun
-
-    if gpu is None:
-        raise UsageError("no card is given", "Choose one with --gpu NAME, such as --gpu H100")
-    options.check_alloc_conf(conf)
-    return VirtualRun(
-        gpu=find_gpu(gpu),
-        alloc_conf=conf,
-        assume=assumption(Assume.UPPER.value if assume is None else assume).text,
-        limits=limits_from(steps, None),
-    )
 
 
 def _refuse_script_options(arguments: list[str] | None, **given: object) -> None:

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 import typer
 
 from vramfit.cli.printing import apart_from_json, print_result, wide_console
-from vramfit.cli.ranks import RankOptions, WorldOptions, run_ranks, world_of
+from vramfit.cli.ranks import WorldOptions, run_ranks, world_of
 from vramfit.errors import UsageError
 from vramfit.units import counted
 
 if TYPE_CHECKING:
     from vramfit.analysis.rank_memory import WorldMemory
-    from vramfit.virtual.virtual_run import VirtualRun
+    from vramfit.options.run_options import RunOptions
 
 DOES_NOT_FIT = 3
 AUTO = "auto"
@@ -28,21 +28,19 @@ class FitOptions:
 
     Attributes:
         ranks: how many cards, or ``auto``.
-        per_node: of a node.
         largest: the script's option whose value is sought; None where it is the number of cards.
         at_least: the value from which on the search has passed.
         most: cards up to which it is tried.
     """
 
     ranks: str
-    per_node: int | None
     largest: str | None
     at_least: int | None
     most: int | None
 
 
 def fit_ranks(
-    script: str, arguments: Sequence[str], where: VirtualRun, given: FitOptions, json: Path | None
+    script: str, arguments: Sequence[str], options: RunOptions, given: FitOptions, json: Path | None
 ) -> None:
     """Search, print, and end with exit code 3 where nothing fits.
 
@@ -53,10 +51,11 @@ def fit_ranks(
     from vramfit.analysis.rank_search import MOST_CARDS, fewest_cards, largest_value
     from vramfit.report import json_text, print_report
 
-    size = _size(given)
+    size = _size(given, options.per_node)
 
     def run(cards: int, words: Sequence[str]) -> WorldMemory:
-        world = world_of(None, [script, *words], RankOptions(ranks=cards, per_node=given.per_node, rank=None))
+        chosen = replace(options, ranks=cards)
+        world = world_of(None, [script, *words], chosen)
         assert isinstance(world, WorldOptions)
         told = (
             counted(cards, "rank")
@@ -64,7 +63,7 @@ def fit_ranks(
             else f"{given.largest} {_value(words, _name(given))}"
         )
         typer.echo(f"vramfit: {told}", err=True)
-        return run_ranks(world, replace(where), json)
+        return run_ranks(world, chosen, json)
 
     with apart_from_json(json):
         if size is None:
@@ -82,7 +81,7 @@ def fit_ranks(
     raise typer.Exit(0 if found.value and enough else DOES_NOT_FIT)
 
 
-def _size(given: FitOptions) -> int | None:
+def _size(given: FitOptions, per_node: int | None) -> int | None:
     """How many cards there are; None where that is sought."""
     from vramfit.analysis.rank_search import MOST_CARDS
 
@@ -91,7 +90,7 @@ def _size(given: FitOptions) -> int | None:
             raise UsageError(
                 "--ranks auto looks for the number of cards, --largest for a value", "Give one number"
             )
-        per_node = given.per_node or 1
+        per_node = per_node or 1
         if per_node & (per_node - 1) and (given.most or MOST_CARDS) >= _beyond(per_node):
             raise UsageError(
                 f"--per-node {per_node} does not divide {_beyond(per_node)} cards, which --ranks auto tries",

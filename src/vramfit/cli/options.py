@@ -10,20 +10,13 @@ import typer
 
 from vramfit.arguments import LONGEST
 from vramfit.errors import UsageError
-from vramfit.files.policy import Writes
 from vramfit.units import parse_bytes
-from vramfit.virtual.data_dependent.assume import Assume
 
 if TYPE_CHECKING:
     from vramfit.gpus import GpuSpec
     from vramfit.planner.planner_job import MemoryBudget
 
 
-_MOST_GPUS = 8
-
-ASSUMED = "What is assumed"
-ASSUMED_FORM = "upper|typical[,imbalance=K]"
-ENDING = "When it ends, and the files that it writes"
 WRITTEN = "What is written"
 COMPARED = "A real run to compare with"
 """Panels of options in the help of verbs with many."""
@@ -66,7 +59,7 @@ def size_of(option: str, text: str | None, *, least: int = 1) -> int | None:
     return found
 
 
-def card_of(gpu: str | None) -> GpuSpec | None:
+def card_of(gpu: str | GpuSpec | None) -> GpuSpec | None:
     """The card that ``--gpu`` names; None where it was not given.
 
     Raises:
@@ -113,38 +106,9 @@ Recording = Annotated[
         metavar="FILE", help="A trace (.vft) or a torch snapshot: pickle or JSON, gzipped or plain."
     ),
 ]
-Gpus = Annotated[
-    int, typer.Option(metavar="N", help="How many of them.", min=1, max=_MOST_GPUS, show_default=True)
-]
 Module = Annotated[str | None, typer.Option("-m", metavar="MODULE", help="Run a module as python -m does.")]
 AllocConf = Annotated[
     str | None, typer.Option(metavar="CONF", help="Allocator settings, instead of PYTORCH_ALLOC_CONF.")
-]
-AssumedSizes = Annotated[
-    str,
-    typer.Option(
-        metavar=ASSUMED_FORM,
-        autocompletion=lambda: [one.value for one in Assume],
-        help="What to take for sizes that depend on data: the most, or what is to be expected; and for experts on "
-        "several cards that a rank receives K times its even share of tokens.",
-        rich_help_panel=ASSUMED,
-    ),
-]
-Profile = Annotated[
-    str,
-    typer.Option(
-        metavar="FILE|auto|none",
-        help="What vramfit calibrate measured; auto is that of this card and this torch, if there is any.",
-        rich_help_panel=ASSUMED,
-    ),
-]
-Cudnn = Annotated[
-    str | None,
-    typer.Option(
-        metavar="PATH|auto|none",
-        help="Ask an installed cuDNN for its workspaces (docs/cudnn.md); VRAMFIT_CUDNN says it for all commands.",
-        rich_help_panel=ASSUMED,
-    ),
 ]
 Page = Annotated[
     Path | None,
@@ -154,49 +118,6 @@ Page = Annotated[
         rich_help_panel=WRITTEN,
     ),
 ]
-Steps = Annotated[
-    str | None,
-    typer.Option(
-        metavar="N|steady",
-        help="End the program after N steps, or when three in a row asked for the same memory.",
-        rich_help_panel=ENDING,
-    ),
-]
-Time = Annotated[
-    str | None,
-    typer.Option(metavar="T", help="End the program after that time: 90s, 10m, 1h.", rich_help_panel=ENDING),
-]
-Written = Annotated[
-    Writes | None,
-    typer.Option(
-        "--writes",
-        help="Files that the program writes on a virtual GPU: set aside and dropped, kept in a folder, or written.",
-        show_default="discard",
-        metavar="discard|keep|real",
-        rich_help_panel=ENDING,
-    ),
-]
-WrittenThrough = Annotated[
-    list[Path] | None,
-    typer.Option(
-        "--writes-through",
-        metavar="PATH",
-        help="A file or folder that it writes for real even so, such as one of downloads. Several times for several.",
-        rich_help_panel=ENDING,
-    ),
-]
-
-
-NoNeed = Annotated[
-    bool,
-    typer.Option(
-        "--no-need",
-        help="Do not run a program that ran out again without the card's limit, to see what it needs in all.",
-        rich_help_panel=ENDING,
-    ),
-]
-
-
 WorkloadName = Annotated[
     str, typer.Argument(metavar="FILE.py:WORKLOAD", help="The file and the Workload in it.")
 ]
@@ -249,7 +170,7 @@ JsonFile = Annotated[
 
 
 def room_of(
-    gpu: str | None,
+    gpu: str | GpuSpec | None,
     device: str | None,
     budget: str | None,
     margin: str | None,

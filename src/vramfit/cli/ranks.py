@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -16,59 +16,13 @@ from vramfit.errors import UsageError
 if TYPE_CHECKING:
     from vramfit.analysis import Reconciliation
     from vramfit.analysis.rank_memory import WorldMemory
-    from vramfit.record.record_run import RecordedRun
-    from vramfit.virtual.virtual_run import VirtualRun
+    from vramfit.options.run_options import RunOptions
+    from vramfit.virtual.virtual_run import VirtualSettings
     from vramfit.virtual.worlds.launchers import Launched
     from vramfit.virtual.worlds.rank_choice import RankChoice
     from vramfit.virtual.worlds.world_run import World
 
 DOES_NOT_FIT = 3
-PANEL = "Several cards"
-
-Ranks = Annotated[
-    int | None,
-    typer.Option(
-        metavar="N",
-        min=1,
-        help="Run it as a program of N ranks, one on each card, as torchrun would start it.",
-        rich_help_panel=PANEL,
-    ),
-]
-PerNode = Annotated[
-    int | None,
-    typer.Option(metavar="N", min=1, help="Ranks of a node.", show_default="8", rich_help_panel=PANEL),
-]
-Rank = Annotated[
-    str | None,
-    typer.Option(
-        metavar="auto|all|0,7",
-        help="Which ranks run: one of each kind, all, or those named.",
-        show_default="auto",
-        rich_help_panel=PANEL,
-    ),
-]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankOptions:
-    """What the options say.
-
-    Attributes:
-        ranks: how many there are; None where a launcher's command says it, or there is one.
-        per_node: of a node.
-        rank: which run.
-        cards: what ``--gpus`` says.
-    """
-
-    ranks: int | None
-    per_node: int | None
-    rank: str | None
-    cards: int = 1
-
-    @property
-    def are_given(self) -> bool:
-        """Whether any of them is for several ranks."""
-        return any(one is not None for one in (self.ranks, self.per_node, self.rank))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,7 +42,7 @@ class WorldOptions:
     launcher: str
 
 
-def world_of(module: str | None, program: Sequence[str], given: RankOptions) -> WorldOptions | list[str]:
+def world_of(module: str | None, program: Sequence[str], given: RunOptions) -> WorldOptions | list[str]:
     """The ranks of a program; of one without, what python would be given.
 
     Raises:
@@ -100,7 +54,7 @@ def world_of(module: str | None, program: Sequence[str], given: RankOptions) -> 
     from vramfit.virtual.worlds.world_run import World
 
     written = [*(() if module is None else ("-m", module)), *program]
-    cards = given.per_node or given.cards
+    cards = given.per_node or given.gpus
     started = launched(written, cards)
     if started is None:
         words = without_python(written)
@@ -115,7 +69,7 @@ def world_of(module: str | None, program: Sequence[str], given: RankOptions) -> 
                     )
             return command
         check_source(command)
-        several = given.cards if given.cards > 1 else PER_NODE  # --gpus says what a machine has
+        several = given.gpus if given.gpus > 1 else PER_NODE  # --gpus says what a machine has
         per_node = given.per_node or min(several, given.ranks)
         world = World(size=given.ranks, per_node=per_node)
         started = Launched(
@@ -149,24 +103,18 @@ def _check_program(started: Launched) -> None:
     check_source(command)
 
 
+def settings_of(journal: Path | None = None) -> VirtualSettings:
+    """What a verb sets for a program whose report follows on the same output."""
+    from vramfit.virtual.virtual_run import VirtualSettings
+
+    return VirtualSettings(journal=journal, ends_line=True)
+
+
 def is_launcher(words: Sequence[str]) -> bool:
     """Whether a command line is one that starts ranks; its options are not looked at."""
     from vramfit.virtual.worlds.launchers import launcher_of
 
     return launcher_of(words) is not None
-
-
-def on_virtual_cards(where: VirtualRun | RecordedRun) -> VirtualRun:
-    """Where ranks are run.
-
-    Raises:
-        UsageError: on real cards.
-    """
-    from vramfit.virtual.virtual_run import VirtualRun
-
-    if not isinstance(where, VirtualRun):
-        raise UsageError("several ranks are run on virtual GPUs only", "Choose their card with --gpu NAME")
-    return where
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -199,25 +147,29 @@ def only_rank(options: WorldOptions) -> int:
     return first[0]
 
 
-def run_ranks(options: WorldOptions, where: VirtualRun, json: Path | None = None) -> WorldMemory:
+def run_ranks(options: WorldOptions, run: RunOptions, json: Path | None = None) -> WorldMemory:
     """Run the chosen ranks, and put them side by side.
 
     Raises:
-        UsageError, VramfitError: as from a run.
+        UsageError: on real cards.
+        VramfitError: as from a run.
         typer.Exit: it was interrupted before the program ran.
     """
     from vramfit.api.ranks_api import memory_of
     from vramfit.virtual.worlds.world_run import run_world
 
-    where = replace(where, environ={**(where.environ or {}), **options.launched.environ})
+    if run.gpu is None:
+        raise UsageError("several ranks are run on virtual GPUs only", "Choose their card with --gpu NAME")
+    run = replace(run, environ={**(run.environ or {}), **options.launched.environ})
     try:
         with apart_from_json(json):
             found = run_world(
                 options.launched.command,
-                where,
+                run,
                 options.world,
                 options.choice,
                 progress=lambda text: typer.echo(f"vramfit: {text}", err=True),
+                settings=settings_of(),
             )
     except KeyboardInterrupt:
         raise interrupted("before all ranks had run") from None

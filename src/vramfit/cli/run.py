@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -13,109 +12,43 @@ from vramfit.cli import options
 from vramfit.cli.printing import apart_from_json, check_outputs, interrupted
 from vramfit.cli.program import check_source
 from vramfit.cli.ranks import (
-    PerNode,
-    Rank,
-    RankOptions,
     RankReconciliation,
-    Ranks,
     WorldOptions,
-    on_virtual_cards,
     only_rank,
     run_ranks,
+    settings_of,
     tell,
     world_of,
 )
+from vramfit.cli.run_parameters import with_run_options
 from vramfit.cli.where import (
     DEFAULT_TOLERANCE,
-    chosen,
     compare,
     read_reference,
     run_program,
-    with_clock,
-    with_cudnn,
 )
-from vramfit.errors import UsageError
-from vramfit.launch.limits import limits_from
-from vramfit.virtual.clock_choice import CLOCK_NAMES
-from vramfit.virtual.data_dependent.assume import Assume
-from vramfit.virtual.foreign.fake_kernels import KERNELS_VARIABLE
+from vramfit.options.run_options import RunOptions
 
 if TYPE_CHECKING:
     from vramfit.analysis import Reconciliation, Verdict
     from vramfit.cli.where import Reference
-    from vramfit.record.record_run import RecordedRun
     from vramfit.trace import Run
-    from vramfit.virtual.virtual_run import VirtualRun
 
 DOES_NOT_FIT = 3
 DIFFERS = 3
 
 
+@with_run_options()
 def run_command(
+    *,
     program: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="SCRIPT [ARGS]", help="The program; all after it is its own.", show_default=False
         ),
     ] = None,
-    gpu: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help='The card: "RTX 4090", a size such as 24GiB, or a TOML file.',
-            autocompletion=options.gpu_names,
-        ),
-    ] = None,
-    gpus: options.Gpus = 1,
-    ranks: Ranks = None,
-    per_node: PerNode = None,
-    rank: Rank = None,
-    device: Annotated[
-        str | None,
-        typer.Option(
-            metavar="cuda|cpu",
-            help="Record the real run instead: on this machine's card (the default without --gpu), or on its CPU.",
-        ),
-    ] = None,
-    budget: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="Memory that a recorded run may take, such as 2GiB."),
-    ] = None,
+    run: RunOptions,
     module: options.Module = None,
-    alloc_conf: options.AllocConf = None,
-    assume: options.AssumedSizes = Assume.UPPER.value,
-    profile: options.Profile = "auto",
-    cudnn: options.Cudnn = None,
-    clock: Annotated[
-        str | None,
-        typer.Option(
-            metavar="|".join(CLOCK_NAMES),
-            help="What Python's clocks follow where the program reads them: this machine, or the virtual card.",
-            autocompletion=lambda: list(CLOCK_NAMES),
-            show_default=CLOCK_NAMES[0],
-            rich_help_panel=options.ASSUMED,
-        ),
-    ] = None,
-    steps: options.Steps = None,
-    time: options.Time = None,
-    writes: options.Written = None,
-    writes_through: options.WrittenThrough = None,
-    no_need: options.NoNeed = False,
-    host_memory: Annotated[
-        bool,
-        typer.Option(
-            "--host-memory",
-            help="Follow the host's memory too, by tracemalloc: which lines grow from step to step.",
-        ),
-    ] = False,
-    kernels: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE.py",
-            help="Stand-ins for compiled kernels of the program (docs/kernels.md).",
-            rich_help_panel=options.ASSUMED,
-        ),
-    ] = None,
     json: Annotated[
         Path | None,
         typer.Option(
@@ -174,49 +107,33 @@ def run_command(
     The exit code is that of the program; 3 if it ran out of memory, or differs from --against by more than the
     tolerance; 2 if it could not be started as asked or a report could not be written after it ran.
     """
-    command = world_of(
-        module, program or [], RankOptions(ranks=ranks, per_node=per_node, rank=rank, cards=gpus)
-    )
-    where = chosen(
-        gpu,
-        gpus=gpus,
-        device=device,
-        budget=budget,
-        assume=assume,
-        profile=profile,
-        writes=writes,
-        through=writes_through or (),
-    )
-    where = with_clock(with_cudnn(where, cudnn), clock)
-    limits = limits_from(steps, time)
-    options.check_alloc_conf(alloc_conf)
-    name_kernels(kernels, virtual=gpu is not None)
+    command = world_of(module, program or [], run)
+    options.check_alloc_conf(run.alloc_conf)
     outputs = _Outputs(json=json, trace=trace, snapshot=snapshot, report=report)
     outputs.check()
     reference = read_reference(against or [], against_device, tolerance)
-    where = replace(where, alloc_conf=alloc_conf, limits=limits, host_memory=host_memory, ends_line=True)
     if isinstance(command, WorldOptions):
-        _run_ranks(command, where, reference, outputs)
+        _run_ranks(command, run, reference, outputs)
     check_source(command)
 
     journal = outputs.journal
     try:
         with apart_from_json(json):
-            run = run_program(command, replace(where, journal=journal), need=not no_need)
+            found_run = run_program(command, run, settings_of(journal))
     except KeyboardInterrupt:
         raise interrupted() from None
-    found, misfit = compare(reference, run)
-    verdict = _tell(run, found, outputs)
+    found, misfit = compare(reference, found_run)
+    verdict = _tell(found_run, found, outputs)
     if journal is not None:
         journal.unlink(missing_ok=True)
     if misfit is not None:
         raise misfit
-    raise typer.Exit(exit_code(run, verdict, found))
+    raise typer.Exit(exit_code(found_run, verdict, found))
 
 
 def _run_ranks(
     world: WorldOptions,
-    where: VirtualRun | RecordedRun,
+    options: RunOptions,
     reference: Reference | None,
     outputs: _Outputs,
 ) -> NoReturn:
@@ -226,7 +143,7 @@ def _run_ranks(
         UsageError: a recording is to be compared, and it is not said of which rank it is, or it has no device of it.
     """
     recorded = None if reference is None else only_rank(world)
-    found = run_ranks(world, on_virtual_cards(where), outputs.json)
+    found = run_ranks(world, options, outputs.json)
     against, misfit = None, None
     if recorded is not None:
         compared, misfit = compare(reference, found.rank(recorded).run)
@@ -294,21 +211,6 @@ def _tell(run: Run, found: Reconciliation | None, outputs: _Outputs) -> Verdict:
     finally:
         _show(run, verdict, found, outputs.json)
     return verdict
-
-
-def name_kernels(file: Path | None, *, virtual: bool) -> None:
-    """Name the user's file of stand-ins to the child.
-
-    Raises:
-        UsageError: there is none, or nothing is virtual.
-    """
-    if file is None:
-        return
-    if not virtual:
-        raise UsageError("--kernels is for a virtual GPU", "Choose one with --gpu NAME")
-    if not file.is_file():
-        raise UsageError(f"there is no file {file}", "--kernels names a Python file of stand-ins")
-    os.environ[KERNELS_VARIABLE] = str(file.resolve())
 
 
 def _is_device(path: Path) -> bool:

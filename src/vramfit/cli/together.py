@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -11,13 +12,19 @@ import typer
 from vramfit.cli import options
 from vramfit.cli.printing import apart_from_json, check_outputs, interrupted, print_result, wide_console
 from vramfit.cli.program import check_source, program_command
+from vramfit.cli.run_parameters import with_run_options
 from vramfit.errors import UsageError
-from vramfit.virtual.data_dependent.assume import Assume
+from vramfit.options.run_options import NOT_TOGETHER, RunOptions
 
 DOES_NOT_FIT = 3
 
 
+@with_run_options(
+    without=NOT_TOGETHER | {"clock", "kernels", "writes", "writes_through", "host_memory"},
+    words={"gpu": 'The virtual card: "RTX 4090", a size such as 24GiB, or a TOML file.'},
+)
 def together_command(
+    *,
     programs: Annotated[
         list[str],
         typer.Argument(
@@ -26,13 +33,7 @@ def together_command(
             "a trace (.vft) or a torch snapshot.",
         ),
     ],
-    gpu: options.Gpu = None,
-    alloc_conf: options.AllocConf = None,
-    assume: options.AssumedSizes = Assume.UPPER.value,
-    profile: options.Profile = "auto",
-    cudnn: options.Cudnn = None,
-    steps: options.Steps = None,
-    time: options.Time = None,
+    run: RunOptions,
     json: options.JsonFile = None,
 ) -> None:
     """Tell what programs take side by side on one card, each a process of its own.
@@ -43,26 +44,18 @@ def together_command(
 
     The exit code is 0 if they fit as they are, 3 if they do not, 1 if a program failed for another reason.
     """
-    if gpu is None:
+    if run.gpu is None:
         raise UsageError("no card is given", 'Give --gpu NAME, such as --gpu "RTX 4090"')
     check_outputs((("--json", json),))
-    options.check_alloc_conf(alloc_conf)
+    options.check_alloc_conf(run.alloc_conf)
     given = [_words(text) for text in programs]
-    from vramfit.api.together_api import together
+    from vramfit.api.together_api import programs_together
     from vramfit.report import json_text, print_report
 
     try:
         with apart_from_json(json):
-            found = together(
-                *given,
-                gpu=gpu,
-                progress=lambda text: typer.echo(f"vramfit: {text}", err=True),
-                alloc_conf=alloc_conf,
-                assume=assume,
-                profile=profile,
-                cudnn=cudnn,
-                steps=steps,
-                time=time,
+            found = programs_together(
+                given, replace(run, need=False), lambda text: typer.echo(f"vramfit: {text}", err=True)
             )
     except KeyboardInterrupt:
         raise interrupted("before all programs had run") from None

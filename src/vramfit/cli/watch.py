@@ -18,7 +18,6 @@ from vramfit.cli import options
 from vramfit.cli.printing import check_outputs, interrupted
 from vramfit.cli.program import check_source, program_command
 from vramfit.errors import UsageError
-from vramfit.virtual.data_dependent.assume import Assume
 
 if TYPE_CHECKING:
     from vramfit.runtime.watching.watcher import WatchSink
@@ -200,31 +199,24 @@ def _command(words: list[str], gpu: str | None, device: str | None, budget: str 
 
 def _script(words: list[str], gpu: str | None, budget: str | None) -> Running:
     """How a Python script is run on a virtual GPU or the metered CPU."""
-    from vramfit.cli.where import chosen, run_program
+    from vramfit.cli.where import run_program
+    from vramfit.options.run_options import COMMAND_LINE, read_options
     from vramfit.runtime.watching.process_reporter import EVERY_VARIABLE, FOLDER_VARIABLE
-    from vramfit.virtual.virtual_run import VirtualRun
+    from vramfit.virtual.virtual_run import VirtualSettings
 
     if Path(words[0]).name.startswith("python"):
         words = words[1:]
     module = words[1] if words[:1] == ["-m"] and len(words) > 1 else None
     command = program_command(module, words[2:] if module else words)
-    where = chosen(
-        gpu,
-        gpus=1,
-        device=None if gpu is not None else "cpu",
-        budget=budget,
-        assume=Assume.UPPER.value,
-        profile="auto",
+    options = read_options(
+        COMMAND_LINE, {"gpu": gpu, "device": None if gpu is not None else "cpu", "budget": budget}
     )
     check_source(command)
 
     def run(folder: Path, every: float, started: Started) -> int:
         environ = {FOLDER_VARIABLE: str(folder), EVERY_VARIABLE: str(every)}
-        options = replace(where, environ=environ)
-        if isinstance(options, VirtualRun):
-            options = replace(options, ours=[folder])
         with _first_reporter(folder, started):
-            found = run_program(command, options)
+            found = run_program(command, replace(options, environ=environ), VirtualSettings(ours=[folder]))
         return found.exit_code if found.exit_code >= 0 else 128 - found.exit_code
 
     return run

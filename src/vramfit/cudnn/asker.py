@@ -14,16 +14,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from vramfit.arguments import path_argument
 from vramfit.cudnn.answering import ATTENTION, Opening, Reply
 from vramfit.cudnn.found_frontend import WANTS_DRIVER, FrontendInstallation, find_frontend
-from vramfit.cudnn.found_library import AUTO, NONE, VARIABLE, CudnnInstallation, dotted, find_cudnn
+from vramfit.cudnn.found_library import CudnnInstallation, dotted, find_cudnn
 from vramfit.cudnn.questions import AttentionQuestion, ConvAnswer, ConvQuestion, device_properties
 from vramfit.cudnn.stand_in import stand_in
 from vramfit.errors import UsageError, VramfitError
 from vramfit.files.policy import cache_folder
 from vramfit.gpus import GpuSpec
 from vramfit.launch.starting import python_command, start
+from vramfit.options.cudnn_choice import wanted_cudnn
 from vramfit.plain import from_plain, to_plain
 
 _FIRST = 120.0
@@ -317,20 +317,6 @@ def cudnn_cache() -> Path:
     if chosen:
         return Path(chosen) / "cudnn"
     return Path(cache_folder(os.environ)) / "vramfit" / "cudnn"
-
-
-def wanted_cudnn(chosen: str | os.PathLike[str] | None) -> str | None:
-    """Which cuDNN is to be asked: what was chosen, else the environment's; None for none.
-
-    Raises:
-        UsageError: it names a path at which there is nothing.
-    """
-    named = os.environ.get(VARIABLE, "") if chosen is None else path_argument("cudnn", chosen)
-    if named in ("", NONE):
-        return None
-    if named != AUTO and not Path(named).expanduser().exists():
-        raise UsageError(f"there is no cuDNN at {named}", "Name its library, its folder, or auto")
-    return named
 
 
 def _environment(folders: list[str]) -> dict[str, str]:

@@ -14,15 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vramfit.errors import UsageError
-
-AUTO = "auto"
-"""Look where packages of the index, CUDA builds of torch and the system put it."""
-
-NONE = "none"
-"""Ask none."""
-
-VARIABLE = "VRAMFIT_CUDNN"
-"""Environment variable that names one, or says ``auto``; empty or ``none`` for none."""
+from vramfit.options.cudnn_choice import AUTO
 
 LEAST = 90800
 """The first cuDNN that answers for a card which is only described (cudnn-frontend, ``backend/device_properties.h``)."""

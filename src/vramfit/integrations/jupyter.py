@@ -19,14 +19,17 @@ from typing import Any, NoReturn, Protocol
 from vramfit.analysis import verdict
 from vramfit.api.programs import Report
 from vramfit.errors import UsageError, VramfitError
+from vramfit.options.run_options import COMMAND_LINE, NOT_OF_A_CELL, OPTIONS, RunOptions, read_options
 from vramfit.report.html.page import run_summary, trace_summary
 from vramfit.trace import MemoryTrace, Run
 
 _HTML = "text/html"
 _MAGIC = "vram"
-_USAGE = (
-    "It is written %%vram [--gpu NAME] [--gpus N] [--device cuda|cpu] [--budget SIZE] [--alloc-conf CONF] "
-    "[-o VARIABLE]"
+_CELL = {name: one for name, one in OPTIONS.items() if one[0].help and name not in NOT_OF_A_CELL}
+"""Options of a cell."""
+
+_USAGE = "It is written %%vram {} [-o VARIABLE]".format(
+    " ".join(f"[{COMMAND_LINE.name(name)} {declared.metavar}]" for name, (declared, _) in _CELL.items())
 )
 
 
@@ -41,7 +44,7 @@ class _Source(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CellMagic:
-    """``%%vram [--gpu NAME] [--gpus N] [--device D] [--budget SIZE] [--alloc-conf S] [-o VARIABLE]``.
+    """``%%vram [--gpu NAME | --device D] [OPTIONS] [-o VARIABLE]``, with the options of `RunOptions` for a cell.
 
     Runs the cell as IPython does, in the user's variables, and shows below it what it held: one output, with the
     timeline in a notebook and as text in a terminal. With ``--gpu`` the cell runs on a virtual GPU and computes
@@ -61,7 +64,7 @@ class CellMagic:
         __tracebackhide__ = True  # IPython leaves such frames out: the cell's own are what matters
         with self._told():
             options = _options(line)
-            source = _source(options)
+            source = _source(options.run)
             code = self._compiled(cell)
         name = f"In [{self.shell.execution_count}]"
         entered = False
@@ -144,36 +147,45 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(f"%%vram: {message}", _USAGE)
 
 
-def _options(line: str) -> argparse.Namespace:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CellOptions:
+    """What follows ``%%vram``.
+
+    Attributes:
+        run: how the cell is measured.
+        output: the variable that keeps the report; None for none.
+    """
+
+    run: RunOptions
+    output: str | None
+
+
+def _options(line: str) -> CellOptions:
     """Read what follows ``%%vram``."""
     parser = _Parser(prog="%%vram", add_help=False, allow_abbrev=False)
-    parser.add_argument("--gpu", metavar="NAME")
-    parser.add_argument("--gpus", metavar="N", type=int, default=1)
-    parser.add_argument("--device", metavar="cuda|cpu")
-    parser.add_argument("--budget", metavar="SIZE")
-    parser.add_argument("--alloc-conf", metavar="CONF")
+    for name, (declared, default) in _CELL.items():
+        action = "append" if default == () else "store"
+        kind = declared.kind if declared.kind is int else str
+        parser.add_argument(
+            COMMAND_LINE.name(name), dest=name, metavar=declared.metavar, type=kind, action=action
+        )
     parser.add_argument("-o", "--output", metavar="VARIABLE")
     try:
         words = shlex.split(line)
     except ValueError as error:
         raise UsageError(f"%%vram: {error}", 'Quote names with spaces: --gpu "RTX 4090"') from None
-    found = parser.parse_args(words)
-    if found.gpu is not None and (found.device is not None or found.budget is not None):
-        raise UsageError(
-            "--device and --budget are for recording the cell for real, --gpu for a virtual GPU", "Give one"
-        )
-    if found.gpu is None and found.gpus != 1:
-        raise UsageError("--gpus is for virtual GPUs", "Choose one with --gpu NAME")
-    if found.output is not None and not found.output.isidentifier():
-        raise UsageError(f"-o {found.output} is not the name of a variable", "Write it as -o report")
-    return found
+    given = vars(parser.parse_args(words))
+    output = given.pop("output")
+    if output is not None and not output.isidentifier():
+        raise UsageError(f"-o {output} is not the name of a variable", "Write it as -o report")
+    return CellOptions(run=read_options(COMMAND_LINE, given, without=NOT_OF_A_CELL), output=output)
 
 
-def _source(options: argparse.Namespace) -> _Source:
+def _source(options: RunOptions) -> _Source:
     if options.gpu is not None:
         from vramfit.api.in_process import VirtualGPU
 
-        return VirtualGPU(options.gpu, gpus=options.gpus, alloc_conf=options.alloc_conf)
+        return VirtualGPU(options)
     from vramfit.api.tracking import Track
 
     return Track(device=options.device, budget=options.budget, alloc_conf=options.alloc_conf)

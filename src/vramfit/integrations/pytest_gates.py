@@ -193,8 +193,9 @@ def open_meter(gpu: GpuSpec | None) -> AbstractContextManager[Metered]:
     device = chosen_device(gpu)
     if gpu is not None:
         from vramfit.api.in_process import VirtualGPU
+        from vramfit.options.run_options import RunOptions
 
-        return VirtualGPU(gpu)
+        return VirtualGPU(RunOptions(gpu=gpu))
     from vramfit.api.tracking import track
 
     if device is Device.CPU:

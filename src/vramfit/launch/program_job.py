@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import typing
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from vramfit.launch.job import Job, write_text
-from vramfit.launch.limits import NO_LIMITS, Limits
+from vramfit.options.run_options import RunOptions
 from vramfit.plain import from_plain, to_plain
 from vramfit.trace import MemoryTrace, Run
 
@@ -24,26 +23,21 @@ _APART = ("trace", "again")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ProgramOptions:
-    """How a program is run, wherever that is.
+class ChildSettings:
+    """What a verb sets for the child, beside the user's options.
 
     Attributes:
-        alloc_conf: allocator settings; None leaves them to the environment.
-        environ: variables added to this process's.
-        cwd: folder to run in; None for the current one.
         journal: where the trace is written while it happens, in case this process is killed too; None keeps it in a
             temporary folder.
-        host_memory: whether to follow the host's memory too, which costs time.
         ends_line: whether the program's output must end with a line, since a report follows on the same output.
     """
 
-    alloc_conf: str | None = None
-    environ: Mapping[str, str] | None = None
-    cwd: Path | None = None
     journal: Path | None = None
-    limits: Limits = NO_LIMITS
-    host_memory: bool = False
     ends_line: bool = False
+
+
+PLAIN = ChildSettings()
+"""Nothing beside the user's options."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,16 +46,14 @@ class ProgramJob(Job):
 
     Attributes:
         command: the script and its arguments, or ``-m``, a module and its arguments.
-        alloc_conf: allocator settings, None to read the environment.
+        options: how it is run, as the user chose.
         journal: where the trace is written while it happens; None for a file in the folder.
         ends_line: whether the program's output must end with a line.
     """
 
     command: list[str]
-    alloc_conf: str | None = None
+    options: RunOptions
     journal: str | None = None
-    limits: Limits = NO_LIMITS
-    host_memory: bool = False
     ends_line: bool = False
 
     @property

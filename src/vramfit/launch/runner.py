@@ -21,11 +21,11 @@ from vramfit.launch.interrupts import (
     signals_noted,
 )
 from vramfit.launch.job import Stage, failure_of, stage_of
-from vramfit.launch.limits import Limits
 from vramfit.launch.program_job import PARTIAL, ProgramJob, load_run
 from vramfit.launch.starting import own_options, python_command
 from vramfit.launch.status import ChildState, Order, Status, read_status, write_order
 from vramfit.launch.stopping import ORDERS
+from vramfit.options.limits import Limits
 from vramfit.torch_internals import releases
 from vramfit.trace import Run, read_any
 from vramfit.trace.outcome import End, Progress
@@ -144,7 +144,6 @@ def run_job(
     job: ProgramJob,
     *,
     environ: Mapping[str, str] | None = None,
-    cwd: Path | None = None,
     aside: bool = False,
 ) -> Run:
     """Run a job in a child interpreter; the program's input and output are this process's own.
@@ -155,8 +154,7 @@ def run_job(
     Args:
         child: the module that runs the job, as for ``python -m``.
         job: what to run; its folder must exist.
-        environ: variables added to this process's.
-        cwd: folder to run in; None for the current one.
+        environ: variables added to this process's; those of the job's options come on top.
         aside: the program gets an empty input, and what it prints is dropped.
 
     Raises:
@@ -170,8 +168,10 @@ def run_job(
     releases.refuse_older()
     folder = Path(job.folder)
     with passed_on(folder) as signals:
-        supervisor = Supervisor(folder, job.limits, signals)
-        code = _spawn(child, job.write(), environ, cwd, signals, supervisor, aside)
+        supervisor = Supervisor(folder, job.options.limits, signals)
+        added = {**(environ or {}), **(job.options.environ or {})}
+        cwd = None if job.options.cwd is None else Path(job.options.cwd)
+        code = _spawn(child, job.write(), added, cwd, signals, supervisor, aside)
     if (failure := failure_of(folder)) is not None:
         raise failure.error()
     outcome, stage = load_run(folder), stage_of(folder)

@@ -43,8 +43,8 @@ from types import FrameType
 from typing import Any, Protocol
 
 from vramfit.launch.interrupts import INTERRUPTED, signals_noted
-from vramfit.launch.limits import Limits
 from vramfit.launch.status import ChildState, Order, Status, StatusWriter, read_order
+from vramfit.options.limits import Limits
 from vramfit.patching import PatchStack
 from vramfit.trace import Run
 from vramfit.trace.outcome import STEADY, UNTOLD, End, Progress, Unit

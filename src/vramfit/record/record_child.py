@@ -16,11 +16,12 @@ from vramfit.launch.host_meter import HostMemoryMeter
 from vramfit.launch.interrupts import leave_at_interrupt, note_interrupts
 from vramfit.launch.job import Stage
 from vramfit.launch.line_ends import LineEnds
-from vramfit.launch.program_job import PARTIAL
+from vramfit.launch.program_job import PARTIAL, ProgramJob
 from vramfit.launch.running import OTHER_PROCESSES, leave_after, run_to_end, watch_processes
 from vramfit.launch.stopping import Stopping
+from vramfit.options.run_options import AUTO, CPU
 from vramfit.patching import PatchStack
-from vramfit.record.record_run import AUTO, CPU, RecordJob
+from vramfit.record.record_run import MAX_ENTRIES
 from vramfit.runtime.watching.process_reporter import report_as_asked
 from vramfit.trace import Run, RunWarning
 
@@ -32,7 +33,7 @@ _NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
 def main(job_file: str) -> int:
     """Run the job and return the program's exit code."""
-    job = RecordJob.read(job_file)
+    job = ProgramJob.read(job_file)
     leave_no_longer = leave_at_interrupt()
     note_interrupts(Path(job.folder))
     job.enter(Stage.IMPORTING)
@@ -44,9 +45,9 @@ def main(job_file: str) -> int:
         return unfit.exit_code
     leave_no_longer()
     job.enter(Stage.RUNNING)
-    stopping = Stopping(Path(job.folder), job.limits)
+    stopping = Stopping(Path(job.folder), job.options.limits)
     host: HostMemoryMeter | None = None
-    if job.host_memory:
+    if job.options.host_memory:
         host = HostMemoryMeter(recorder.pinned_bytes)
         stopping.on_step = host.step
         host.start()
@@ -87,23 +88,25 @@ def main(job_file: str) -> int:
         return run_to_end(job.command, finish, patches, stopping)
 
 
-def _recorder(job: RecordJob) -> Recorder:
+def _recorder(job: ProgramJob) -> Recorder:
     """The recorder that the job asks for.
 
     Raises:
         UsageError: this machine does not have that card.
     """
-    if job.device == CPU:
+    options = job.options
+    device = options.device or AUTO
+    if device == CPU:
         from vramfit.record.cpu_recorder import CpuRecorder
 
-        return CpuRecorder(budget=job.budget, alloc_conf=job.alloc_conf, journal=job.journal_file)
-    _need_card(job.device)
+        return CpuRecorder(budget=options.budget, alloc_conf=options.alloc_conf, journal=job.journal_file)
+    _need_card(device)
     from vramfit.record.card_recorder import CardRecorder
 
     return CardRecorder(
-        device="cuda" if job.device == AUTO else job.device,
-        budget=job.budget,
-        max_entries=job.max_entries,
+        device="cuda" if device == AUTO else device,
+        budget=options.budget,
+        max_entries=MAX_ENTRIES,
         partial=os.path.join(job.folder, PARTIAL),
     )
 

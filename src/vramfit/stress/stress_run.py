@@ -16,9 +16,10 @@ from vramfit.errors import EnvironmentUnfitError, UsageError, VramfitError
 from vramfit.gpus import GpuSpec
 from vramfit.launch.job import Job, failure_of, has_answered, listening, result_of
 from vramfit.launch.starting import call
+from vramfit.options.run_options import RunOptions
 from vramfit.torch_internals.releases import refuse_older
 from vramfit.trace import Run, RunWarning, Source
-from vramfit.virtual.virtual_run import VirtualRun, run_in_child
+from vramfit.virtual.virtual_run import VirtualSettings, run_in_child
 from vramfit.workload import split_target
 
 CYCLES = 4
@@ -249,8 +250,8 @@ def _start(job: StressJob, gpu: GpuSpec | None, progress: Progress | None) -> Ru
         if gpu is None:
             _spawn(file, job.alloc_conf)
             return None
-        options = VirtualRun(gpu=gpu, alloc_conf=job.alloc_conf, ours=[folder])
-        run = run_in_child(["-m", "vramfit.stress.rounds", file], options)
+        options = RunOptions(gpu=gpu, alloc_conf=job.alloc_conf)
+        run = run_in_child(["-m", "vramfit.stress.rounds", file], options, VirtualSettings(ours=[folder]))
         if run.exit_code == _INTERRUPTED:
             raise KeyboardInterrupt
         if not has_answered(folder):

@@ -9,33 +9,32 @@ import sys
 import tempfile
 import time
 from bisect import bisect_right
-from collections.abc import Sequence
 from dataclasses import astuple
 from functools import partial
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 
 from vramfit.allocator import parse_torch_version
 from vramfit.arguments import (
     path_argument,
-    paths_argument,
     size_argument,
-    text_argument,
-    whole_argument,
 )
-from vramfit.cudnn.asker import AskedCudnn, ask_cudnn, wanted_cudnn
+from vramfit.cudnn.asker import AskedCudnn, ask_cudnn
 from vramfit.cudnn.found_library import dotted, of_torch
 from vramfit.errors import EnvironmentUnfitError, VramfitError
 from vramfit.failure_line import failure_line
 from vramfit.files import Protection, Writes, current, make_policy, protect
-from vramfit.files.policy import writes_of
 from vramfit.files.protection import standing
-from vramfit.gpus import GpuSpec, find_gpu
+from vramfit.gpus import GpuSpec
 from vramfit.gpus.measured_profile import MeasuredProfile, chosen_profile, profile_doubt
+from vramfit.options.assume_choice import Assume, assumption
+from vramfit.options.clock_choice import program_clock
+from vramfit.options.cudnn_choice import wanted_cudnn
+from vramfit.options.run_options import KEYWORDS, NOT_OF_A_BLOCK, BlockKeywords, RunOptions, read_options
 from vramfit.patching import PatchStack, together
 from vramfit.torch_internals import build_check, build_shim, cuda_hooks, device_guards, names, releases
 from vramfit.trace import (
@@ -56,14 +55,12 @@ from vramfit.trace.outcome import platform_text
 from vramfit.trace.settings import CONF_FROM
 from vramfit.units import format_bytes
 from vramfit.virtual import foreign, program_clocks, ranks, torch_cuda, torch_patches
-from vramfit.virtual.clock_choice import ProgramClock, program_clock
-from vramfit.virtual.data_dependent.assume import Assume, assumption, may_come_from
+from vramfit.virtual.data_dependent.assume import may_come_from
 from vramfit.virtual.kernels.measured import MeasuredTable
 from vramfit.virtual.machine import Machine, VirtualDevice
 from vramfit.virtual.meter import Meter
 from vramfit.virtual.mode import VirtualMode, exclusive_counts
 from vramfit.virtual.ranks.rank_place import PER_NODE, place_of
-from vramfit.virtual.virtual_run import MOST_GPUS
 from vramfit.virtual.workspaces import Workspaces
 
 if TYPE_CHECKING:
@@ -86,27 +83,19 @@ class VirtualGPU:
     values and should not be used further.
 
     Args:
-        gpu: a card's name, a size (``"24GiB"``), a path to a TOML file, or a `GpuSpec`.
-        gpus: how many of them (at most 8).
-        alloc_conf: allocator settings as in ``PYTORCH_ALLOC_CONF``; None reads the environment.
+        gpu: a card's name, a size (``"24GiB"``), a path to a TOML file, or a `GpuSpec`; or `RunOptions` with all of the
+            options below.
         context_bytes: memory of the CUDA context; None takes it from the card.
-        assume: ``"upper"`` or ``"typical"``: what is taken for sizes that depend on data (see `Assumptions`).
-        profile: what ``vramfit calibrate`` measured: a file, a `MeasuredProfile`, ``"none"``, or ``"auto"`` for the
-            one that was written for this card and this torch, if there is one.
-        cudnn: an installed cuDNN to be asked what convolutions and attention take: its path, ``"auto"`` to look for
-            one, or ``"none"``; None is what ``VRAMFIT_CUDNN`` says, by default none. See docs/cudnn.md.
         journal: a file to write the trace to while it happens, which survives the process; None without.
-        writes: what happens to files that the block writes: ``discard`` sets them aside and drops them on leaving,
-            ``keep`` leaves them in a folder beside it, ``real`` writes them. Where a protection stands in this
-            process already, as in the child of ``vramfit run``, that one holds. See docs/files.md.
-        writes_through: paths that it writes for real even so.
         rank: which rank of a distributed program the block is, from 0; None for one that is its only process. See
             docs/distributed.md.
         world_size: how many ranks that program has.
         ranks_per_node: ranks, and cards, of one node (at most 8).
         mailbox: a folder through which ranks that run side by side, each in a process of its own, hand one another
             Python objects (stages of a pipeline do); None where this rank runs alone.
-        clock: ``"real"``, or ``"simulated"``: Python's clocks follow the card where the program reads them.
+        options: those of `RunOptions` for a block: ``gpus``, ``alloc_conf``, ``assume``, ``profile``, ``cudnn``,
+            ``clock``, ``writes``, ``writes_through``. Where files are protected in this process already, as in the
+            child of ``vramfit run``, that protection holds.
 
     Raises:
         UnknownGpuError: no such card.
@@ -118,46 +107,40 @@ class VirtualGPU:
 
     def __init__(
         self,
-        gpu: str | PathLike[str] | GpuSpec,
+        gpu: str | PathLike[str] | GpuSpec | RunOptions,
         *,
-        gpus: int = 1,
-        alloc_conf: str | None = None,
         context_bytes: int | None = None,
-        assume: str | Assume = Assume.UPPER,
-        profile: MeasuredProfile | str | PathLike[str] = "auto",
-        cudnn: str | PathLike[str] | None = None,
         journal: str | PathLike[str] | None = None,
-        writes: str | Writes = Writes.DISCARD,
-        writes_through: Sequence[str | PathLike[str]] = (),
         rank: int | None = None,
         world_size: int | None = None,
         ranks_per_node: int = PER_NODE,
         mailbox: str | PathLike[str] | None = None,
-        clock: str | ProgramClock = ProgramClock.REAL,
+        **options: Unpack[BlockKeywords],
     ) -> None:
-        self._clock = program_clock(clock)
-        gpus = whole_argument("gpus", gpus, least=1, most=MOST_GPUS)
+        if isinstance(gpu, RunOptions):
+            chosen = gpu
+        else:
+            chosen = read_options(KEYWORDS, {"gpu": gpu, **options}, without=NOT_OF_A_BLOCK)
+        self._clock = program_clock(chosen.clock)
         self.place = place_of(rank, world_size, ranks_per_node, mailbox)
-        gpus = max(gpus, self.place.cards)
-        self.spec = find_gpu(gpu)
+        gpus = max(chosen.gpus, self.place.cards)
+        self.spec = chosen.card
         if context_bytes is not None:
             context_bytes = size_argument("context_bytes", context_bytes, least=0)
-        if alloc_conf is not None:
-            text_argument("alloc_conf", alloc_conf)
         if journal is not None:
             path_argument("journal", journal)
         self._machine = Machine(
             [self.spec] * gpus,
-            alloc_conf=alloc_conf,
+            alloc_conf=chosen.alloc_conf,
             torch_version=parse_torch_version(torch.__version__),
             context_bytes=context_bytes,
-            assume=assumption(assume),
-            measured=_measured(profile, self.spec),
+            assume=assumption(chosen.assume),
+            measured=_measured(chosen.profile, self.spec),
         )
         measured = self._machine.measured
         if measured is not None and (doubt := profile_doubt(measured.profile, self.spec, torch.__version__)):
             self._machine.warn("profile-differs", doubt)
-        self._cudnn = wanted_cudnn(cudnn)
+        self._cudnn = wanted_cudnn(chosen.cudnn)
         self._asked: AskedCudnn | None = None
         self._machine.config  # noqa: B018  # unreadable settings are refused here, not in the middle of the program
         self._builder = TraceBuilder(
@@ -165,9 +148,9 @@ class VirtualGPU:
             journal=None if journal is None else TraceJournal(Path(journal)),
         )
         self._patches = PatchStack()
-        self._writes = writes_of(writes)
+        self._writes = chosen.writes or Writes.DISCARD
         self._through = [
-            *paths_argument("writes_through", writes_through),
+            *chosen.writes_through,
             *([] if journal is None else [journal]),
             *([] if mailbox is None else [mailbox]),
         ]

@@ -28,10 +28,10 @@ from vramfit.capture.storages import EventHook, FreedHook
 from vramfit.errors import UsageError
 from vramfit.gpus import GpuSpec
 from vramfit.gpus.measured_profile import Rates
+from vramfit.options.assume_choice import Assume, Assumptions, assumption
 from vramfit.trace import CardLimit
 from vramfit.trace.outcome import AttentionFallback
 from vramfit.trace.settings import GIVEN_BY_OPTION
-from vramfit.virtual.data_dependent.assume import Assume, Assumptions, assumption
 from vramfit.virtual.kernels.measured import MeasuredTable
 from vramfit.virtual.op_call import OpCall, WorkspaceAsker
 from vramfit.virtual.pinned import PinnedMemory

@@ -7,8 +7,8 @@ from math import prod
 
 import torch
 
+from vramfit.options.assume_choice import Assume
 from vramfit.torch_internals.dispatch import OpOverload
-from vramfit.virtual.data_dependent.assume import Assume
 from vramfit.virtual.data_dependent.expectations import Expectation, is_whole
 from vramfit.virtual.data_dependent.shadow import ShadowStore
 from vramfit.virtual.noted import Noted

@@ -21,9 +21,9 @@ from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
 
+from vramfit.options.clock_choice import ProgramClock
 from vramfit.patching import PatchStack
 from vramfit.trace.frames import Origin, origin
-from vramfit.virtual.clock_choice import ProgramClock
 from vramfit.virtual.op_runner import OpRunner
 
 _READING_US = 1.0

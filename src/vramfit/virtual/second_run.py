@@ -15,10 +15,11 @@ from dataclasses import replace
 from vramfit.errors import VramfitError
 from vramfit.files import Writes
 from vramfit.launch.offline import OFFLINE
+from vramfit.options.run_options import RunOptions
 from vramfit.trace import CardLimit, DeadMemory, Run, SecondRun
 from vramfit.trace.outcome import GARBAGE_BYTES
 from vramfit.virtual import virtual_run
-from vramfit.virtual.virtual_run import VirtualRun
+from vramfit.virtual.virtual_run import PLAIN, VirtualSettings
 
 _TIMES, _LEAST_SECONDS = 4.0, 60.0
 """How long the second run may take: so many times the first one's time, and no less than so many seconds."""
@@ -29,18 +30,20 @@ _NOTABLE = 0.02
 SWITCHED_OFF = "--no-need (need=False) switches that off"
 
 
-def run_again(command: Sequence[str], options: VirtualRun, first: Run, *, wanted: bool = True) -> Run:
+def run_again(
+    command: Sequence[str], options: RunOptions, first: Run, settings: VirtualSettings = PLAIN
+) -> Run:
     """A run with what came of a second one, where it ran out; see NOTE [The second run].
 
     Args:
         command: what python was given.
         options: how it was run.
         first: what came of it.
-        wanted: whether the user wants a second run.
+        settings: what the verb added.
     """
     if not first.ran_out or first.oom is None:
         return first
-    if why_not := _why_not(options, wanted):
+    if why_not := _why_not(options, settings):
         return replace(first, again=SecondRun(run=None, why_not=why_not))
     oom = first.oom
     if is_notable(oom.dead, oom.total_bytes):
@@ -54,25 +57,23 @@ def run_again(command: Sequence[str], options: VirtualRun, first: Run, *, wanted
     return replace(first, again=_run_aside(command, options, first, CardLimit.SERVED))
 
 
-def _run_aside(command: Sequence[str], options: VirtualRun, first: Run, limit: CardLimit) -> SecondRun:
+def _run_aside(command: Sequence[str], options: RunOptions, first: Run, limit: CardLimit) -> SecondRun:
     """Run a program with nothing of what it does to be seen."""
     longest = max(_LEAST_SECONDS, _TIMES * first.seconds_wall)
-    allowed = options.limits.seconds
+    allowed = options.time
     again = replace(
         options,
         environ={**(options.environ or {}), **OFFLINE},
-        journal=None,
         host_memory=False,
-        limits=replace(options.limits, seconds=longest if allowed is None else min(allowed, longest)),
+        time=longest if allowed is None else min(allowed, longest),
         writes=Writes.DISCARD,
-        through=(),
-        ours=(),
-        limit=limit,
-        begins_at=_living(first) if limit is CardLimit.COLLECTED else None,
-        aside=True,
+        writes_through=(),
+    )
+    settings = VirtualSettings(
+        limit=limit, begins_at=_living(first) if limit is CardLimit.COLLECTED else None, aside=True
     )
     try:
-        return SecondRun(run=virtual_run.run_in_child(command, again), limit=limit)
+        return SecondRun(run=virtual_run.run_in_child(command, again, settings), limit=limit)
     except (
         KeyboardInterrupt,
         SystemExit,
@@ -105,12 +106,12 @@ def collected_bytes(again: SecondRun) -> int:
     return 0 if again.run is None else int(again.run.trace.meta.get(GARBAGE_BYTES, 0))
 
 
-def _why_not(options: VirtualRun, wanted: bool) -> str:
+def _why_not(options: RunOptions, settings: VirtualSettings) -> str:
     """Why a program cannot be run again; empty where it can."""
-    if not wanted:
+    if not options.need:
         return SWITCHED_OFF
-    if options.place is not None:
+    if settings.place is not None:
         return "it is one rank of several"
-    if Writes(options.writes) is Writes.REAL:
+    if options.writes is Writes.REAL:
         return "it wrote its files for real (--writes real) and would find them"
     return ""

@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from vramfit.cudnn.asker import ask_early
-from vramfit.cudnn.found_library import NONE
 from vramfit.errors import VramfitError
 from vramfit.files import protect
 from vramfit.files.protection import stand
@@ -22,6 +21,7 @@ from vramfit.launch.line_ends import LineEnds
 from vramfit.launch.offline import refuse_connections
 from vramfit.launch.running import OTHER_PROCESSES, leave_after, run_to_end, watch_processes
 from vramfit.launch.stopping import Stopping
+from vramfit.options.cudnn_choice import NONE
 from vramfit.patching import PatchStack
 from vramfit.runtime.watching.process_reporter import report_as_asked
 from vramfit.virtual.virtual_run import VirtualJob
@@ -33,7 +33,7 @@ def main(job_file: str) -> int:
     leave_no_longer = leave_at_interrupt()
     note_interrupts(Path(job.folder))
     job.enter(Stage.IMPORTING)
-    ask_early(job.cudnn or NONE, job.gpu)
+    ask_early(job.options.cudnn or NONE, job.options.card)
     try:
         # Before torch is imported: a namespace wants a single thread. Never left: the process ends in it.
         protection = stand(protect(job.files, in_child=True))
@@ -49,17 +49,9 @@ def main(job_file: str) -> int:
 
     job.enter(Stage.CHECKING)
     try:
-        command = alone(job.command, job.gpus) if job.place is None else job.command
+        command = alone(job.command, job.options.gpus) if job.place is None else job.command
         gpu = VirtualGPU(
-            job.gpu,
-            gpus=job.gpus,
-            alloc_conf=job.alloc_conf,
-            assume=job.assume,
-            profile=job.profile,
-            cudnn=job.cudnn or NONE,
-            clock=job.clock,
-            journal=job.journal_file,
-            **({} if job.place is None else job.place.arguments()),
+            job.options, journal=job.journal_file, **({} if job.place is None else job.place.arguments())
         )
         gpu.mode.machine.limit, gpu.mode.machine.begins_at = job.limit, job.begins_at
         gpu.__enter__()
@@ -70,9 +62,9 @@ def main(job_file: str) -> int:
         refuse_connections()
     leave_no_longer()
     job.enter(Stage.RUNNING)
-    stopping = Stopping(Path(job.folder), job.limits)
+    stopping = Stopping(Path(job.folder), job.options.limits)
     host: HostMemoryMeter | None = None
-    if job.host_memory:
+    if job.options.host_memory:
         host = HostMemoryMeter(lambda: gpu.mode.machine.pinned.reserved_bytes)
         stopping.on_step = host.step
         host.start()

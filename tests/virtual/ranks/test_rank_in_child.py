@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from vramfit.gpus import find_gpu
+from vramfit.options.run_options import RunOptions
 from vramfit.virtual.ranks.rank_place import RankPlace
-from vramfit.virtual.virtual_run import VirtualRun, run_in_child
+from vramfit.virtual.virtual_run import VirtualSettings, run_in_child
 
 SCRIPT = """
 import os
@@ -33,7 +34,9 @@ def test_ranks_hand_objects_through_a_mailbox(tmp_path: Path) -> None:
     mailbox.mkdir()
     for rank in (0, 1):
         place = RankPlace(rank=rank, world_size=2, mailbox=str(mailbox))
-        run = run_in_child([str(script)], VirtualRun(gpu=find_gpu("H100"), place=place, alloc_conf=""))
+        run = run_in_child(
+            [str(script)], RunOptions(gpu=find_gpu("H100"), alloc_conf=""), VirtualSettings(place=place)
+        )
         assert (run.exit_code, run.error) == (0, None)
         # What was sent took a few bytes on the card too.
         peaks = [device.peak_allocated_bytes // (1 << 20) for device in run.devices]

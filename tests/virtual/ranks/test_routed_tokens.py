@@ -10,8 +10,8 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
 from vramfit.errors import UsageError
+from vramfit.options.assume_choice import Assume, assumption
 from vramfit.trace import EXPERT_RANKS
-from vramfit.virtual.data_dependent.assume import Assume, assumption
 from vramfit.virtual.gpu import VirtualGPU
 
 WORLD, EXPERTS, TOKENS, WIDTH, CHOSEN = 8, 16, 3000, 64, 2

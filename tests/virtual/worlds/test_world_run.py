@@ -15,14 +15,15 @@ import pytest
 from analysis.synthetic import oom_run, quick_run
 from vramfit.errors import UsageError
 from vramfit.gpus import find_gpu
+from vramfit.options.run_options import RunOptions
 from vramfit.trace import PROCESS_GROUPS, Run
 from vramfit.virtual.ranks.made_groups import MadeGroups
-from vramfit.virtual.virtual_run import VirtualRun
+from vramfit.virtual.virtual_run import VirtualSettings
 from vramfit.virtual.worlds import world_run
 from vramfit.virtual.worlds.rank_choice import rank_choice, standings
 from vramfit.virtual.worlds.world_run import World, WorldRun, kinds_of, places_of, run_world
 
-H100 = VirtualRun(gpu=find_gpu("H100"), alloc_conf="")
+H100 = RunOptions(gpu=find_gpu("H100"), alloc_conf="")
 QUICK = quick_run()
 
 
@@ -46,8 +47,8 @@ class Pretender:
         self._sized = sized
         self._lock = threading.Lock()
 
-    def __call__(self, command: list[str], options: VirtualRun) -> Run:
-        place = options.place
+    def __call__(self, command: list[str], options: RunOptions, settings: VirtualSettings) -> Run:
+        place = settings.place
         assert place is not None
         with self._lock:
             self.order.append(place.rank)

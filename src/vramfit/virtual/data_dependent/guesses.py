@@ -27,9 +27,9 @@ from zlib import crc32
 
 import torch
 
+from vramfit.options.assume_choice import Assume
 from vramfit.trace import Frame
 from vramfit.trace.frames import Origin, origin, user_frame
-from vramfit.virtual.data_dependent.assume import Assume
 from vramfit.virtual.data_dependent.loops import Stake, guards, stake
 from vramfit.virtual.guards import Guard, guard
 from vramfit.virtual.machine import Machine

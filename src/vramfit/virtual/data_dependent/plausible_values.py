@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from vramfit.virtual.data_dependent.assume import Assume, Extent
+from vramfit.options.assume_choice import Assume
+from vramfit.virtual.data_dependent.assume import Extent
 from vramfit.virtual.data_dependent.expectations import Expectation
 from vramfit.virtual.op_call import OpCall
 

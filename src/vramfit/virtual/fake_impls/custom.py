@@ -15,12 +15,13 @@ import torch
 
 from vramfit.capture.attribution import ProgramPhase
 from vramfit.capture.ops import tensors_in
+from vramfit.options.assume_choice import Assume
 from vramfit.torch_internals.custom_ops import FakeImplCtx, set_fake_context_getter
 from vramfit.torch_internals.dispatch import DispatchKey, OpOverload, has_kernel
 from vramfit.torch_internals.fake_tensors import FakeTensor
 from vramfit.trace import Category
 from vramfit.virtual import roofline
-from vramfit.virtual.data_dependent.assume import Assume, Extent
+from vramfit.virtual.data_dependent.assume import Extent
 from vramfit.virtual.describe import fake_implementation
 from vramfit.virtual.fake_impls import shapes
 from vramfit.virtual.fake_impls.registry import LATE, finish, rule

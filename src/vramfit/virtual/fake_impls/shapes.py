@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 
+from vramfit.options.assume_choice import Assume
 from vramfit.torch_internals.fake_tensors import FakeTensor
-from vramfit.virtual.data_dependent.assume import Assume, Extent
+from vramfit.virtual.data_dependent.assume import Extent
 from vramfit.virtual.data_dependent.expectations import Expectation
 from vramfit.virtual.data_dependent.plausible_values import evenly
 from vramfit.virtual.data_dependent.shadow import MAX_KNOWN, may_carry

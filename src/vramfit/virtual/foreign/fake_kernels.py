@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from vramfit.arguments import shown, text_argument
 from vramfit.errors import UsageError
+from vramfit.options.run_options import KERNELS_VARIABLE
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -45,9 +46,6 @@ class FakeKernel:
         """The function's name in its module."""
         return self.name.rpartition(".")[2]
 
-
-KERNELS_VARIABLE = "VRAMFIT_KERNELS"
-"""Environment variable with the path of a file of stand-ins."""
 
 KERNELS: dict[str, FakeKernel] = {}
 LISTENERS: list[Callable[[FakeKernel], None]] = []

@@ -9,15 +9,17 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from vramfit.errors import UsageError
 from vramfit.launch.interrupts import passed_on_to_all
+from vramfit.options.run_options import RunOptions
 from vramfit.trace import PROCESS_GROUPS, Run
 from vramfit.virtual.ranks import rank_waits
 from vramfit.virtual.ranks.made_groups import groups_of_all
 from vramfit.virtual.ranks.rank_place import MOST_PER_NODE, PER_NODE, RankPlace
-from vramfit.virtual.virtual_run import VirtualRun, run_in_child
+from vramfit.virtual.virtual_run import PLAIN, VirtualSettings, run_in_child
 from vramfit.virtual.worlds.rank_choice import MOST_BETWEEN, ChoiceKind, RankChoice, between
 from vramfit.virtual.worlds.rank_places import MOST_TRIED, PlaceGuesses, rank_places
 
@@ -102,10 +104,11 @@ def places_of(runs: Mapping[int, Run], world: World) -> PlaceGuesses:
 
 def run_world(
     command: Callable[[RankPlace], list[str]],
-    options: VirtualRun,
+    options: RunOptions,
     world: World,
     choice: RankChoice = RankChoice(),  # noqa: B008 - frozen
     progress: Callable[[str], object] | None = None,
+    settings: VirtualSettings = PLAIN,
 ) -> WorldRun:
     """Run ranks of a program; see NOTE [Kinds of ranks] in rank_choice.py and NOTE [Places] in rank_places.py.
 
@@ -113,16 +116,19 @@ def run_world(
 
     Args:
         command: what python would be given, for a rank.
-        options: how each is run; its place is set here.
+        options: how each is run.
         world: the world.
         choice: which ranks.
         progress: called with a line before each rank.
+        settings: what the verb adds; the place of each rank is set here.
 
     Raises:
         UsageError, VramfitError, KeyboardInterrupt: as from `run_in_child`.
     """
     with tempfile.TemporaryDirectory(prefix="vramfit-ranks-", ignore_cleanup_errors=True) as folder:
-        side = _SideBySide(command, options, world, Path(folder), progress or (lambda _: None))
+        side = _SideBySide(
+            partial(_run_rank, command, options, settings), world, Path(folder), progress or (lambda _: None)
+        )
         side.run(choice.first(world.size))
         if choice.kind is ChoiceKind.AUTO:
             _run_kinds(side, world)
@@ -132,6 +138,15 @@ def run_world(
             runs=dict(sorted(side.runs.items())),
             waited_for=tuple(sorted(side.waited_for - set(choice.first(world.size)))),
         )
+
+
+def _run_rank(
+    command: Callable[[RankPlace], list[str]],
+    options: RunOptions,
+    settings: VirtualSettings,
+    place: RankPlace,
+) -> Run:
+    return run_in_child(command(place), options, replace(settings, place=place))
 
 
 def _run_kinds(side: _SideBySide, world: World) -> None:
@@ -156,8 +171,7 @@ class _SideBySide:
 
     def __init__(
         self,
-        command: Callable[[RankPlace], list[str]],
-        options: VirtualRun,
+        run_rank: Callable[[RankPlace], Run],
         world: World,
         mailbox: Path,
         progress: Callable[[str], object],
@@ -165,8 +179,7 @@ class _SideBySide:
         self.runs: dict[int, Run] = {}
         self.waited_for: set[int] = set()
         self.failed = False
-        self._command = command
-        self._options = options
+        self._run_rank = run_rank
         self._world = world
         self._mailbox = mailbox
         self._progress = progress
@@ -201,7 +214,7 @@ class _SideBySide:
     def _one(self, rank: int) -> Run:
         place = self._world.place(rank, str(self._mailbox))
         try:
-            return run_in_child(self._command(place), replace(self._options, place=place))
+            return self._run_rank(place)
         finally:
             rank_waits.note_ended(self._mailbox, rank)
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from vramfit.errors import UsageError
-from vramfit.launch.limits import Limits, limits_from
 from vramfit.launch.status import (
     ChildState,
     Order,
@@ -17,6 +16,7 @@ from vramfit.launch.status import (
     read_status,
     write_order,
 )
+from vramfit.options.limits import Limits, limits_from
 from vramfit.plain import from_plain, to_plain
 from vramfit.trace.outcome import End, Progress, Unit
 

@@ -1,0 +1,443 @@
+"""The options of a run: one object that every door makes and that the child process is given.
+
+NOTE [A new option]
+A field of `RunOptions` with its words, a line of the docstring, and a key of `RunKeywords` with the type that Python
+callers may pass. The command line, the Python interface, notebooks and the child then have it; verbs that cannot use it
+leave it out by name.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypedDict
+
+from vramfit.arguments import (
+    flag_argument,
+    path_argument,
+    paths_argument,
+    text_argument,
+    whole_argument,
+)
+from vramfit.errors import UsageError
+from vramfit.files.policy import Writes, writes_of
+from vramfit.gpus import GpuSpec
+from vramfit.gpus.measured_profile import OWN_PROFILE, MeasuredProfile
+from vramfit.options.assume_choice import Assume, Assumptions, assumption
+from vramfit.options.clock_choice import CLOCK_NAMES, ProgramClock, program_clock
+from vramfit.options.cudnn_choice import NONE, wanted_cudnn
+from vramfit.options.declaration import (
+    ASSUMED,
+    ENDING,
+    SEVERAL_CARDS,
+    CommandLine,
+    Door,
+    Keywords,
+    Place,
+    declared,
+    option,
+)
+from vramfit.options.limits import Limits, limits_from
+
+AUTO, CPU = "auto", "cpu"
+"""Devices of recorded runs: the card of this machine, and its CPU, metered."""
+
+MOST_GPUS = 8
+"""Virtual GPUs of one process (c10/core/impl/FakeGuardImpl.h: kFakeGuardImplMaxDevices)."""
+
+KERNELS_VARIABLE = "VRAMFIT_KERNELS"
+"""Environment variable that names a file of stand-ins for kernels; the child reads it."""
+
+_DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,4})?")
+
+
+def _card(_door: Door, _name: str, given: Any) -> GpuSpec:
+    from vramfit.gpus import find_gpu
+
+    return find_gpu(given)
+
+
+def _count(_door: Door, name: str, given: Any) -> int:
+    return whole_argument(name, given, least=1, most=MOST_GPUS)
+
+
+def _device(door: Door, name: str, given: Any) -> str:
+    if not isinstance(given, str) or _DEVICE.fullmatch(given) is None:
+        first, second, third = (door.given(name, one) for one in ("cuda", "cuda:1", CPU))
+        raise UsageError(
+            f"{door.given(name, given)} cannot be recorded", f"Write {first}, {second} or {third}"
+        )
+    return given
+
+
+def _size(door: Door, name: str, given: Any) -> int:
+    return door.size(name, given)
+
+
+def _text(_door: Door, name: str, given: Any) -> str:
+    return text_argument(name, given)
+
+
+def _allocator_settings(_door: Door, name: str, given: Any) -> str:
+    return text_argument(name, given)
+
+
+def _profile(_door: Door, name: str, given: Any) -> str | MeasuredProfile:
+    return given if isinstance(given, MeasuredProfile) else path_argument(name, given)
+
+
+def _cudnn(_door: Door, _name: str, given: Any) -> str:
+    return wanted_cudnn(given) or NONE
+
+
+def _kernels(door: Door, name: str, given: Any) -> str:
+    file = Path(path_argument(name, given))
+    if not file.is_file():
+        raise UsageError(f"there is no file {file}", f"{door.name(name)} names a Python file of stand-ins")
+    return str(file.resolve())
+
+
+def _steps(_door: Door, _name: str, given: Any) -> int | str:
+    limits = limits_from(given, None)
+    return "steady" if limits.steps is None else limits.steps
+
+
+def _seconds(_door: Door, _name: str, given: Any) -> float:
+    seconds = limits_from(None, given).seconds
+    assert seconds is not None
+    return seconds
+
+
+def _writes(_door: Door, _name: str, given: Any) -> Writes:
+    return writes_of(given)
+
+
+def _paths(_door: Door, name: str, given: Any) -> tuple[str, ...]:
+    return paths_argument(name, given)
+
+
+def _flag(_door: Door, name: str, given: Any) -> bool:
+    return flag_argument(name, given)
+
+
+def _variables(_door: Door, _name: str, given: Any) -> dict[str, str]:
+    """Variables, as a child process can be given them."""
+    if not isinstance(given, Mapping):
+        raise UsageError(f"environ={given!r} holds no variables", 'Pass a dict, e.g. {"SEED": "1"}')
+    for name, value in given.items():
+        text = text_argument(f"environ[{name!r}]", value)
+        if not isinstance(name, str) or not name or "=" in name or "\0" in name + text:
+            raise UsageError(
+                f"environ cannot set {name!r} to {text!r}", "Names hold no = and no null character"
+            )
+    return dict(given)
+
+
+def _folder(_door: Door, name: str, given: Any) -> str:
+    folder = Path(path_argument(name, given))
+    if not folder.is_dir():
+        raise UsageError(f"there is no folder {folder}", "cwd= names the one that the program runs in")
+    return str(folder)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunOptions:
+    """How a program is run, on virtual cards or for real and recorded. See NOTE [A new option].
+
+    Attributes:
+        gpu: the virtual card: its name, a size (``"24GiB"``), a TOML file or a `GpuSpec`; None records the real run.
+        gpus: how many of them.
+        ranks: how many ranks a distributed program has; None for one that is its only process.
+        per_node: ranks of a node; 8, or as many as there are.
+        rank: which ranks run: ``"auto"`` (one of each kind), ``"all"``, or their numbers.
+        device: what is recorded without ``gpu``: ``"cuda"`` (or None), this machine's card, or ``"cpu"``, its CPU.
+        budget: memory that a recorded program may hold, ``"2GiB"`` or bytes.
+        alloc_conf: allocator settings, instead of ``PYTORCH_ALLOC_CONF``.
+        assume: ``"upper"`` or ``"typical"``: what is taken for sizes that depend on data; ``"typical,imbalance=2"``: a
+            rank of experts receives twice its even share of tokens.
+        profile: a file that ``vramfit calibrate`` wrote, a `MeasuredProfile`, ``"none"``, or ``"auto"`` for that
+            of this card and torch.
+        cudnn: an installed cuDNN to be asked what convolutions and attention take: its path, ``"auto"`` or
+            ``"none"``; None is what ``VRAMFIT_CUDNN`` says, by default none.
+        clock: what Python's clocks follow where the program reads them: ``"real"``, or ``"simulated"``, the card.
+        kernels: a Python file of stand-ins for compiled kernels of the program (docs/kernels.md).
+        steps: end the program after as many, or ``"steady"``: when three in a row asked for the same memory.
+        time: end it after ``"90s"``, ``"10m"``, ``"1h"`` or as many seconds.
+        writes: what happens to files that a program writes on a virtual GPU: ``"discard"`` (the default) sets them
+            aside and drops them, ``"keep"`` leaves them in a folder beside it, ``"real"`` writes them.
+        writes_through: paths that it writes for real even so, such as a folder of downloads.
+        need: run a program that runs out on a virtual GPU again without the card's limit, so that `Report.need` says
+            what it needs in all.
+        host_memory: follow the host's memory too, by `tracemalloc`: `Run.host`. It costs time.
+        environ: variables added to this process's.
+        cwd: folder to run in.
+    """
+
+    gpu: GpuSpec | None = option(  # noqa: RUF009  # a field, as of `dataclasses.field`
+        metavar="NAME", help='The card: "RTX 4090", a size such as 24GiB, or a TOML file.', read=_card
+    )
+    gpus: int = option(
+        1,
+        metavar="N",
+        help="How many of them.",
+        place=Place.VIRTUAL,
+        read=_count,
+        kind=int,
+        least=1,
+        most=MOST_GPUS,
+    )
+    ranks: int | None = option(
+        metavar="N",
+        help="Run it as a program of N ranks, one on each card, as torchrun would start it.",
+        panel=SEVERAL_CARDS,
+        kind=int,
+        least=1,
+    )
+    per_node: int | None = option(
+        metavar="N", help="Ranks of a node.", default_words="8", panel=SEVERAL_CARDS, kind=int, least=1
+    )
+    rank: str | None = option(
+        metavar="auto|all|0,7",
+        help="Which ranks run: one of each kind, all, or those named.",
+        default_words="auto",
+        panel=SEVERAL_CARDS,
+    )
+    device: str | None = option(
+        metavar="cuda[:N]|cpu",
+        help="Record the real run instead: on this machine's card (the default without --gpu), or on its CPU.",
+        place=Place.RECORDED,
+        read=_device,
+    )
+    budget: int | None = option(
+        metavar="SIZE",
+        help="Memory that a recorded run may take, such as 2GiB.",
+        place=Place.RECORDED,
+        read=_size,
+    )
+    alloc_conf: str | None = option(
+        metavar="CONF",
+        help="Allocator settings, instead of PYTORCH_ALLOC_CONF.",
+        read=_allocator_settings,
+    )
+    assume: str = option(
+        Assume.UPPER.value,
+        metavar="upper|typical[,imbalance=K]",
+        help="What to take for sizes that depend on data: the most, or what is to be expected; and for experts on "
+        "several cards that a rank receives K times its even share of tokens.",
+        panel=ASSUMED,
+        place=Place.VIRTUAL,
+        read=lambda _door, _name, given: assumption(given).text,
+        completion=lambda: [one.value for one in Assume],
+    )
+    profile: str | MeasuredProfile = option(  # noqa: RUF009  # see above
+        OWN_PROFILE,
+        metavar="FILE|auto|none",
+        help="What vramfit calibrate measured; auto is that of this card and this torch, if there is any.",
+        panel=ASSUMED,
+        place=Place.VIRTUAL,
+        read=_profile,
+    )
+    cudnn: str | None = option(
+        metavar="PATH|auto|none",
+        help="Ask an installed cuDNN for its workspaces (docs/cudnn.md); VRAMFIT_CUDNN says it for all commands.",
+        panel=ASSUMED,
+        place=Place.VIRTUAL,
+        read=_cudnn,
+    )
+    clock: str = option(
+        CLOCK_NAMES[0],
+        default_words=CLOCK_NAMES[0],
+        metavar="|".join(CLOCK_NAMES),
+        help="What Python's clocks follow where the program reads them: this machine, or the virtual card.",
+        panel=ASSUMED,
+        place=Place.VIRTUAL,
+        read=lambda _door, _name, given: program_clock(given).value,
+        completion=lambda: list(CLOCK_NAMES),
+    )
+    kernels: str | None = option(
+        metavar="FILE.py",
+        help="Stand-ins for compiled kernels of the program (docs/kernels.md).",
+        panel=ASSUMED,
+        place=Place.VIRTUAL,
+        read=_kernels,
+        kind=Path,
+    )
+    steps: int | str | None = option(
+        metavar="N|steady",
+        help="End the program after N steps, or when three in a row asked for the same memory.",
+        panel=ENDING,
+        read=_steps,
+    )
+    time: float | None = option(
+        metavar="T",
+        help="End the program after that time: 90s, 10m, 1h.",
+        panel=ENDING,
+        read=_seconds,
+    )
+    writes: Writes | None = option(  # noqa: RUF009  # see above
+        metavar="discard|keep|real",
+        help="Files that the program writes on a virtual GPU: set aside and dropped, kept in a folder, or written.",
+        default_words="discard",
+        panel=ENDING,
+        place=Place.VIRTUAL,
+        read=_writes,
+        kind=Writes,
+    )
+    writes_through: tuple[str, ...] = option(
+        (),
+        metavar="PATH",
+        help="A file or folder that it writes for real even so, such as one of downloads. Several times for several.",
+        panel=ENDING,
+        place=Place.VIRTUAL,
+        read=_paths,
+        kind=list[Path],
+    )
+    need: bool = option(
+        True,
+        help="Do not run a program that ran out again without the card's limit, to see what it needs in all.",
+        panel=ENDING,
+        read=_flag,
+        kind=bool,
+        negated=True,
+    )
+    host_memory: bool = option(
+        False,
+        help="Follow the host's memory too, by tracemalloc: which lines grow from step to step.",
+        read=_flag,
+        kind=bool,
+    )
+    environ: Mapping[str, str] | None = option(read=_variables)
+    cwd: str | None = option(read=_folder)
+
+    @property
+    def limits(self) -> Limits:
+        """When the program is ended."""
+        return limits_from(self.steps, self.time)
+
+    @property
+    def card(self) -> GpuSpec:
+        """The virtual card, where there is one."""
+        assert self.gpu is not None
+        return self.gpu
+
+
+OPTIONS = declared(RunOptions)
+"""The options by name, each with its default."""
+
+KEYWORDS = Keywords()
+COMMAND_LINE = CommandLine(OPTIONS)
+
+Pathlike = str | os.PathLike[str]
+
+
+class BlockKeywords(TypedDict, total=False):
+    """What Python callers pass for the options of a block of code on virtual cards."""
+
+    gpus: int
+    alloc_conf: str | None
+    assume: str | Assume | Assumptions
+    profile: Pathlike | MeasuredProfile
+    cudnn: Pathlike | None
+    clock: str | ProgramClock
+    writes: str | Writes | None
+    writes_through: Sequence[Pathlike]
+
+
+class WorldKeywords(BlockKeywords, total=False):
+    """What Python callers pass for the options of a program on virtual cards."""
+
+    kernels: Pathlike | None
+    steps: int | str | None
+    time: str | float | None
+    need: bool
+    host_memory: bool
+    environ: Mapping[str, str] | None
+    cwd: Pathlike | None
+
+
+class RunKeywords(WorldKeywords, total=False):
+    """What Python callers pass for `RunOptions`."""
+
+    gpu: Pathlike | GpuSpec | None
+    device: str | None
+    budget: str | float | None
+
+
+SEVERAL = frozenset({"ranks", "per_node", "rank"})
+"""Options of programs of several ranks."""
+
+NOT_OF_A_BLOCK = SEVERAL | frozenset(
+    {"device", "budget", "kernels", "steps", "time", "need", "host_memory", "environ", "cwd"}
+)
+"""Options that only a process of its own can have."""
+
+NOT_OF_A_CELL = NOT_OF_A_BLOCK - {"device", "budget"}
+"""Options that a notebook's cell does not have: it runs in the notebook's process."""
+
+NOT_OF_RANKS = SEVERAL | frozenset({"gpus", "device", "budget", "need", "host_memory"})
+"""Options that a rank's process does not have: it has one virtual card, and runs once."""
+
+NOT_TOGETHER = SEVERAL | frozenset({"gpus", "device", "budget", "need"})
+"""Options that programs side by side do not have: they share one virtual card."""
+
+
+def read_options(door: Door, given: Mapping[str, Any], *, without: Collection[str] = ()) -> RunOptions:
+    """The options of a run from what a user gave for them.
+
+    Args:
+        door: how the user spells them.
+        given: values by name; those that equal the default count as not given.
+        without: options that this door does not have.
+
+    Raises:
+        UsageError: a value cannot be read, or two options contradict each other.
+        UnknownGpuError: no such card.
+        TypeError: there is no such option.
+    """
+    known = [name for name in OPTIONS if name not in without]
+    for name in given:
+        if name not in known:
+            raise TypeError(f"there is no option {name!r} here: choose from {', '.join(known)}")
+    values = {name: value for name, value in given.items() if _is_given(name, value)}
+    _check_place(door, values)
+    read = {name: OPTIONS[name][0].read(door, name, value) for name, value in values.items()}
+    if read.get("writes") is Writes.REAL and read.get("writes_through"):
+        raise UsageError(
+            f"{door.given('writes', 'real')} writes all files, so {door.name('writes_through')} has no effect",
+            f"Leave {door.name('writes_through')} out",
+        )
+    return RunOptions(**read)
+
+
+def given_options(options: RunOptions) -> Iterator[str]:
+    """The names of options whose values are not the defaults."""
+    return (name for name, (_, default) in OPTIONS.items() if getattr(options, name) != default)
+
+
+def _is_given(name: str, value: Any) -> bool:
+    default = OPTIONS[name][1]
+    return value is not None and not (type(value) is type(default) and value == default) and value != []
+
+
+def _check_place(door: Door, values: Mapping[str, Any]) -> None:
+    """Refuse options of a recorded run beside a virtual card, and those of a virtual card without one."""
+    is_virtual = "gpu" in values
+    for name, value in values.items():
+        place = OPTIONS[name][0].place
+        if is_virtual and place is Place.RECORDED:
+            raise UsageError(
+                f"{door.name(name)} is for recording a real run, and {door.name('gpu')} for a virtual GPU",
+                f"Leave one of them out; a virtual GPU of any size is {door.given('gpu', '20GiB')}",
+            )
+        if is_virtual or place is not Place.VIRTUAL:
+            continue
+        if name.startswith("writes"):
+            raise UsageError(
+                f"{door.name(name)} is for a virtual GPU: a recorded program writes its files as usual",
+                door.choose_card,
+            )
+        del value
+        raise UsageError(f"{door.name(name)} is for a virtual GPU", door.choose_card)
