@@ -57,7 +57,6 @@ LONG_SIGNATURES = {
     "trace/builder.py:append": _COLUMNS,
     "trace/journal.py:row": _COLUMNS,
     "virtual/fake_impls/attention.py:_attend": _TORCH_AND_OURS,
-    "virtual/gpu.py:__init__": _PUBLIC,
     "virtual/kernels/attention.py:_flash_forward": "each extent that the kernel's requests depend on",
     "virtual/kernels/sdpa.py:_math": _TORCH_AND_OURS,
     "virtual/kernels/sdpa.py:can_use": _TORCH,

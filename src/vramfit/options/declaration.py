@@ -20,7 +20,7 @@ ENDING = "When it ends, and the files that it writes"
 _KEY = "option"
 
 
-class Place(Enum):
+class RunKind(Enum):
     """The runs that an option is for."""
 
     ANY = "any"
@@ -61,7 +61,7 @@ class Option:
         help: one line for the command line; empty where that does not have it.
         metavar: the form of its value there; empty for a flag.
         panel: of the help.
-        place: the runs that it is for.
+        runs: the runs that it is for.
         read: turns a given value into the one that is kept.
         kind: the type of the value on the command line.
         least, most: bounds of a number.
@@ -73,7 +73,7 @@ class Option:
     help: str = ""
     metavar: str = ""
     panel: str = ""
-    place: Place = Place.ANY
+    runs: RunKind = RunKind.ANY
     read: Read = lambda _door, _name, value: value
     kind: Any = str
     least: int | None = None

@@ -36,7 +36,7 @@ from vramfit.options.declaration import (
     CommandLine,
     Door,
     Keywords,
-    Place,
+    RunKind,
     declared,
     option,
 )
@@ -183,7 +183,7 @@ class RunOptions:
         1,
         metavar="N",
         help="How many of them.",
-        place=Place.VIRTUAL,
+        runs=RunKind.VIRTUAL,
         read=_count,
         kind=int,
         least=1,
@@ -208,13 +208,13 @@ class RunOptions:
     device: str | None = option(
         metavar="cuda[:N]|cpu",
         help="Record the real run instead: on this machine's card (the default without --gpu), or on its CPU.",
-        place=Place.RECORDED,
+        runs=RunKind.RECORDED,
         read=_device,
     )
     budget: int | None = option(
         metavar="SIZE",
         help="Memory that a recorded run may take, such as 2GiB.",
-        place=Place.RECORDED,
+        runs=RunKind.RECORDED,
         read=_size,
     )
     alloc_conf: str | None = option(
@@ -228,7 +228,7 @@ class RunOptions:
         help="What to take for sizes that depend on data: the most, or what is to be expected; and for experts on "
         "several cards that a rank receives K times its even share of tokens.",
         panel=ASSUMED,
-        place=Place.VIRTUAL,
+        runs=RunKind.VIRTUAL,
         read=lambda _door, _name, given: assumption(given).text,
         completion=lambda: [one.value for one in Assume],
     )
@@ -237,14 +237,14 @@ class RunOptions:
         metavar="FILE|auto|none",
         help="What vramfit calibrate measured; auto is that of this card and this torch, if there is any.",
         panel=ASSUMED,
-        place=Place.VIRTUAL,
+        runs=RunKind.VIRTUAL,
         read=_profile,
     )
     cudnn: str | None = option(
         metavar="PATH|auto|none",
         help="Ask an installed cuDNN for its workspaces (docs/cudnn.md); VRAMFIT_CUDNN says it for all commands.",
         panel=ASSUMED,
-        place=Place.VIRTUAL,
+        runs=RunKind.VIRTUAL,
         read=_cudnn,
     )
     clock: str = option(
@@ -253,7 +253,7 @@ class RunOptions:
         metavar="|".join(CLOCK_NAMES),
         help="What Python's clocks follow where the program reads them: this machine, or the virtual card.",
         panel=ASSUMED,
-        place=Place.VIRTUAL,
+        runs=RunKind.VIRTUAL,
         read=lambda _door, _name, given: program_clock(given).value,
         completion=lambda: list(CLOCK_NAMES),
     )
@@ -261,7 +261,7 @@ class RunOptions:
         metavar="FILE.py",
         help="Stand-ins for compiled kernels of the program (docs/kernels.md).",
         panel=ASSUMED,
-        place=Place.VIRTUAL,
+        runs=RunKind.VIRTUAL,
         read=_kernels,
         kind=Path,
     )
@@ -282,7 +282,7 @@ class RunOptions:
         help="Files that the program writes on a virtual GPU: set aside and dropped, kept in a folder, or written.",
         default_words="discard",
         panel=ENDING,
-        place=Place.VIRTUAL,
+        runs=RunKind.VIRTUAL,
         read=_writes,
         kind=Writes,
     )
@@ -291,7 +291,7 @@ class RunOptions:
         metavar="PATH",
         help="A file or folder that it writes for real even so, such as one of downloads. Several times for several.",
         panel=ENDING,
-        place=Place.VIRTUAL,
+        runs=RunKind.VIRTUAL,
         read=_paths,
         kind=list[Path],
     )
@@ -402,7 +402,7 @@ def read_options(door: Door, given: Mapping[str, Any], *, without: Collection[st
         if name not in known:
             raise TypeError(f"there is no option {name!r} here: choose from {', '.join(known)}")
     values = {name: value for name, value in given.items() if _is_given(name, value)}
-    _check_place(door, values)
+    _check_runs(door, values)
     read = {name: OPTIONS[name][0].read(door, name, value) for name, value in values.items()}
     if read.get("writes") is Writes.REAL and read.get("writes_through"):
         raise UsageError(
@@ -422,17 +422,17 @@ def _is_given(name: str, value: Any) -> bool:
     return value is not None and not (type(value) is type(default) and value == default) and value != []
 
 
-def _check_place(door: Door, values: Mapping[str, Any]) -> None:
+def _check_runs(door: Door, values: Mapping[str, Any]) -> None:
     """Refuse options of a recorded run beside a virtual card, and those of a virtual card without one."""
     is_virtual = "gpu" in values
     for name, value in values.items():
-        place = OPTIONS[name][0].place
-        if is_virtual and place is Place.RECORDED:
+        runs = OPTIONS[name][0].runs
+        if is_virtual and runs is RunKind.RECORDED:
             raise UsageError(
                 f"{door.name(name)} is for recording a real run, and {door.name('gpu')} for a virtual GPU",
                 f"Leave one of them out; a virtual GPU of any size is {door.given('gpu', '20GiB')}",
             )
-        if is_virtual or place is not Place.VIRTUAL:
+        if is_virtual or runs is not RunKind.VIRTUAL:
             continue
         if name.startswith("writes"):
             raise UsageError(
