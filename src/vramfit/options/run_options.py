@@ -9,26 +9,17 @@ leave it out by name.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
-from vramfit.arguments import (
-    flag_argument,
-    path_argument,
-    paths_argument,
-    text_argument,
-    whole_argument,
-)
 from vramfit.errors import UsageError
-from vramfit.files.policy import Writes, writes_of
+from vramfit.files.policy import Writes
 from vramfit.gpus import GpuSpec
 from vramfit.gpus.measured_profile import OWN_PROFILE, MeasuredProfile
 from vramfit.options.assume_choice import Assume, Assumptions, assumption
 from vramfit.options.clock_choice import CLOCK_NAMES, ProgramClock, program_clock
-from vramfit.options.cudnn_choice import NONE, wanted_cudnn
 from vramfit.options.declaration import (
     ASSUMED,
     ENDING,
@@ -41,106 +32,27 @@ from vramfit.options.declaration import (
     option,
 )
 from vramfit.options.limits import Limits, limits_from
-
-AUTO, CPU = "auto", "cpu"
-"""Devices of recorded runs: the card of this machine, and its CPU, metered."""
-
-MOST_GPUS = 8
-"""Virtual GPUs of one process (c10/core/impl/FakeGuardImpl.h: kFakeGuardImplMaxDevices)."""
+from vramfit.options.readers import (
+    MOST_GPUS,
+    read_card,
+    read_count,
+    read_cudnn,
+    read_device,
+    read_file,
+    read_flag,
+    read_folder,
+    read_paths,
+    read_profile,
+    read_seconds,
+    read_size,
+    read_steps,
+    read_text,
+    read_variables,
+    read_writes,
+)
 
 KERNELS_VARIABLE = "VRAMFIT_KERNELS"
 """Environment variable that names a file of stand-ins for kernels; the child reads it."""
-
-_DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,4})?")
-
-
-def _card(_door: Door, _name: str, given: Any) -> GpuSpec:
-    from vramfit.gpus import find_gpu
-
-    return find_gpu(given)
-
-
-def _count(_door: Door, name: str, given: Any) -> int:
-    return whole_argument(name, given, least=1, most=MOST_GPUS)
-
-
-def _device(door: Door, name: str, given: Any) -> str:
-    if not isinstance(given, str) or _DEVICE.fullmatch(given) is None:
-        first, second, third = (door.given(name, one) for one in ("cuda", "cuda:1", CPU))
-        raise UsageError(
-            f"{door.given(name, given)} cannot be recorded", f"Write {first}, {second} or {third}"
-        )
-    return given
-
-
-def _size(door: Door, name: str, given: Any) -> int:
-    return door.size(name, given)
-
-
-def _text(_door: Door, name: str, given: Any) -> str:
-    return text_argument(name, given)
-
-
-def _allocator_settings(_door: Door, name: str, given: Any) -> str:
-    return text_argument(name, given)
-
-
-def _profile(_door: Door, name: str, given: Any) -> str | MeasuredProfile:
-    return given if isinstance(given, MeasuredProfile) else path_argument(name, given)
-
-
-def _cudnn(_door: Door, _name: str, given: Any) -> str:
-    return wanted_cudnn(given) or NONE
-
-
-def _kernels(door: Door, name: str, given: Any) -> str:
-    file = Path(path_argument(name, given))
-    if not file.is_file():
-        raise UsageError(f"there is no file {file}", f"{door.name(name)} names a Python file of stand-ins")
-    return str(file.resolve())
-
-
-def _steps(_door: Door, _name: str, given: Any) -> int | str:
-    limits = limits_from(given, None)
-    return "steady" if limits.steps is None else limits.steps
-
-
-def _seconds(_door: Door, _name: str, given: Any) -> float:
-    seconds = limits_from(None, given).seconds
-    assert seconds is not None
-    return seconds
-
-
-def _writes(_door: Door, _name: str, given: Any) -> Writes:
-    return writes_of(given)
-
-
-def _paths(_door: Door, name: str, given: Any) -> tuple[str, ...]:
-    return paths_argument(name, given)
-
-
-def _flag(_door: Door, name: str, given: Any) -> bool:
-    return flag_argument(name, given)
-
-
-def _variables(_door: Door, _name: str, given: Any) -> dict[str, str]:
-    """Variables, as a child process can be given them."""
-    if not isinstance(given, Mapping):
-        raise UsageError(f"environ={given!r} holds no variables", 'Pass a dict, e.g. {"SEED": "1"}')
-    for name, value in given.items():
-        text = text_argument(f"environ[{name!r}]", value)
-        if not isinstance(name, str) or not name or "=" in name or "\0" in name + text:
-            raise UsageError(
-                f"environ cannot set {name!r} to {text!r}", "Names hold no = and no null character"
-            )
-    return dict(given)
-
-
-def _folder(_door: Door, name: str, given: Any) -> str:
-    folder = Path(path_argument(name, given))
-    if not folder.is_dir():
-        raise UsageError(f"there is no folder {folder}", "cwd= names the one that the program runs in")
-    return str(folder)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,14 +89,14 @@ class RunOptions:
     """
 
     gpu: GpuSpec | None = option(  # noqa: RUF009  # a field, as of `dataclasses.field`
-        metavar="NAME", help='The card: "RTX 4090", a size such as 24GiB, or a TOML file.', read=_card
+        metavar="NAME", help='The card: "RTX 4090", a size such as 24GiB, or a TOML file.', read=read_card
     )
     gpus: int = option(
         1,
         metavar="N",
         help="How many of them.",
         runs=RunKind.VIRTUAL,
-        read=_count,
+        read=read_count,
         kind=int,
         least=1,
         most=MOST_GPUS,
@@ -209,18 +121,18 @@ class RunOptions:
         metavar="cuda[:N]|cpu",
         help="Record the real run instead: on this machine's card (the default without --gpu), or on its CPU.",
         runs=RunKind.RECORDED,
-        read=_device,
+        read=read_device,
     )
     budget: int | None = option(
         metavar="SIZE",
         help="Memory that a recorded run may take, such as 2GiB.",
         runs=RunKind.RECORDED,
-        read=_size,
+        read=read_size,
     )
     alloc_conf: str | None = option(
         metavar="CONF",
         help="Allocator settings, instead of PYTORCH_ALLOC_CONF.",
-        read=_allocator_settings,
+        read=read_text,
     )
     assume: str = option(
         Assume.UPPER.value,
@@ -238,14 +150,14 @@ class RunOptions:
         help="What vramfit calibrate measured; auto is that of this card and this torch, if there is any.",
         panel=ASSUMED,
         runs=RunKind.VIRTUAL,
-        read=_profile,
+        read=read_profile,
     )
     cudnn: str | None = option(
         metavar="PATH|auto|none",
         help="Ask an installed cuDNN for its workspaces (docs/cudnn.md); VRAMFIT_CUDNN says it for all commands.",
         panel=ASSUMED,
         runs=RunKind.VIRTUAL,
-        read=_cudnn,
+        read=read_cudnn,
     )
     clock: str = option(
         CLOCK_NAMES[0],
@@ -262,20 +174,20 @@ class RunOptions:
         help="Stand-ins for compiled kernels of the program (docs/kernels.md).",
         panel=ASSUMED,
         runs=RunKind.VIRTUAL,
-        read=_kernels,
+        read=read_file,
         kind=Path,
     )
     steps: int | str | None = option(
         metavar="N|steady",
         help="End the program after N steps, or when three in a row asked for the same memory.",
         panel=ENDING,
-        read=_steps,
+        read=read_steps,
     )
     time: float | None = option(
         metavar="T",
         help="End the program after that time: 90s, 10m, 1h.",
         panel=ENDING,
-        read=_seconds,
+        read=read_seconds,
     )
     writes: Writes | None = option(  # noqa: RUF009  # see above
         metavar="discard|keep|real",
@@ -283,7 +195,7 @@ class RunOptions:
         default_words="discard",
         panel=ENDING,
         runs=RunKind.VIRTUAL,
-        read=_writes,
+        read=read_writes,
         kind=Writes,
     )
     writes_through: tuple[str, ...] = option(
@@ -292,25 +204,25 @@ class RunOptions:
         help="A file or folder that it writes for real even so, such as one of downloads. Several times for several.",
         panel=ENDING,
         runs=RunKind.VIRTUAL,
-        read=_paths,
+        read=read_paths,
         kind=list[Path],
     )
     need: bool = option(
         True,
         help="Do not run a program that ran out again without the card's limit, to see what it needs in all.",
         panel=ENDING,
-        read=_flag,
+        read=read_flag,
         kind=bool,
         negated=True,
     )
     host_memory: bool = option(
         False,
         help="Follow the host's memory too, by tracemalloc: which lines grow from step to step.",
-        read=_flag,
+        read=read_flag,
         kind=bool,
     )
-    environ: Mapping[str, str] | None = option(read=_variables)
-    cwd: str | None = option(read=_folder)
+    environ: Mapping[str, str] | None = option(read=read_variables)
+    cwd: str | None = option(read=read_folder)
 
     @property
     def limits(self) -> Limits:

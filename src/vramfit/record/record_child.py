@@ -19,7 +19,7 @@ from vramfit.launch.line_ends import LineEnds
 from vramfit.launch.program_job import PARTIAL, ProgramJob
 from vramfit.launch.running import OTHER_PROCESSES, leave_after, run_to_end, watch_processes
 from vramfit.launch.stopping import Stopping
-from vramfit.options.run_options import AUTO, CPU
+from vramfit.options.readers import AUTO, CPU
 from vramfit.patching import PatchStack
 from vramfit.record.record_run import MAX_ENTRIES
 from vramfit.runtime.watching.process_reporter import report_as_asked
