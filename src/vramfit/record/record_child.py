@@ -21,8 +21,8 @@ from vramfit.launch.running import OTHER_PROCESSES, leave_after, run_to_end, wat
 from vramfit.launch.stopping import Stopping
 from vramfit.patching import PatchStack
 from vramfit.record.record_run import AUTO, CPU, RecordJob
-from vramfit.runtime.watching.process_reporter import report_as_asked
 from vramfit.trace import Run, RunWarning
+from vramfit.watching.process_reporter import report_as_asked
 
 if TYPE_CHECKING:
     from vramfit.record.recorder import Recorder

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 import vramfit
-from vramfit.runtime.host_pressure import ControlGroups
 from vramfit.runtime.oom_forms import ShortOf, recognised
 from vramfit.runtime.survival.host_watch import HostWatch
 from vramfit.runtime.survival.ladder import Rung
 from vramfit.runtime.survival.survivor import SurvivalSettings, Survivor
 from vramfit.techniques import Numerics
 from vramfit.units import GIB, MIB
+from vramfit.watching.host_pressure import ControlGroups
 
 V2_MOUNT = "30 23 0:26 {inside} /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate\n"
 V1_MOUNT = "36 30 0:32 {inside} /sys/fs/cgroup/memory rw,nosuid shared:12 - cgroup cgroup rw,memory\n"
