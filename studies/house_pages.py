@@ -12,6 +12,7 @@ import ast
 import re
 import tomllib
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "vramfit"
@@ -51,15 +52,22 @@ def glossary() -> str:
     return "".join(parts).replace("\n\n| module | |\n|---|---|\n\n", "\n\n")
 
 
+def _layered() -> list[dict[str, Any]]:
+    """The import contracts of layers, in the order of pyproject.toml."""
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]
+    return [one for one in contracts["contracts"] if one["type"] == "layers"]
+
+
 def floors() -> list[list[str]]:
     """Modules and packages from the ground up, floor by floor, as the import contract has them."""
-    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]
-    layers = next(
-        one["layers"]
-        for one in contracts["contracts"]
-        if one["type"] == "layers" and "vramfit.cli" in one["layers"]
-    )
+    layers = next(one["layers"] for one in _layered() if "vramfit.cli" in one["layers"])
     return [[name.strip(" ()") for name in layer.split(":")] for layer in reversed(layers)]
+
+
+def layers() -> list[list[str]]:
+    """The names in the package that belong to the doors, and to the layers plan, adapt and measure."""
+    contract = next(one for one in _layered() if one.get("containers") == ["vramfit"])
+    return [layer.split(" : ") for layer in contract["layers"]]
 
 
 def table_of_floors() -> str:

@@ -27,7 +27,7 @@ SAME_CLASS = {
 
 FAMILIES = (
     {"virtual/kernels", "virtual/fake_impls", "virtual/torch_patches", "calibrate/cases"},
-    {"cli", "report"},
+    {"cli", "report", "planner/reports"},
 )
 """Folders that are parallel: one file per kind of operation, one per verb."""
 
@@ -264,6 +264,28 @@ def _circles(graph: dict[str, set[str]]) -> list[list[str]]:
 def test_circles_are_found() -> None:
     assert _circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == [["b", "c"]]
     assert not _circles({"a": {"b", "c"}, "b": {"c"}, "c": set()})
+
+
+def _heights() -> dict[str, int]:
+    """How high each package and module at the top of ours stands: 3 for the doors, 0 for what measures."""
+    upwards = list(reversed(house_pages.layers()))
+    heights = {name: height for height, layer in enumerate(upwards) for name in layer}
+    return {**heights, "__init__": len(upwards)}  # it exports names of all layers
+
+
+def test_no_string_names_a_module_of_a_layer_above() -> None:
+    """What is imported by its name later, or run with -m, is an import that the contracts do not see."""
+    heights = _heights()
+    wrong = [
+        f"{local(path)}: {node.value}"
+        for path, tree in modules().items()
+        for node in nodes(tree)
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and re.fullmatch(r"vramfit(\.\w+)+", node.value)
+        and heights.get(node.value.split(".")[1], 0) > heights[local(path).split("/")[0].removesuffix(".py")]
+    ]
+    assert not wrong
 
 
 def test_processes_are_started_in_one_place() -> None:

@@ -25,10 +25,10 @@ from torch import nn
 
 import vramfit
 from vramfit.capture.meter_figures import MeterFigures
-from vramfit.runtime.watching import torch_figures
-from vramfit.runtime.watching.outlooks import OutlookKeeper
-from vramfit.runtime.watching.process_reporter import OwnReadings
-from vramfit.runtime.watching.watch_reading import WatchReading
+from vramfit.watching import torch_figures
+from vramfit.watching.outlooks import OutlookKeeper
+from vramfit.watching.process_reporter import OwnReadings
+from vramfit.watching.watch_reading import WatchReading
 
 MIB = 1 << 20
 AT = (0.25, 0.5, 0.75, 0.9)

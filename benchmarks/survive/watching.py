@@ -25,7 +25,7 @@ import torch
 
 import vramfit
 from vramfit.capture.meter_figures import MeterFigures
-from vramfit.runtime.watching.process_reporter import ProcessReporter
+from vramfit.watching.process_reporter import ProcessReporter
 
 LEAKING = Path(__file__).with_name("leaking.py")
 CASES = (

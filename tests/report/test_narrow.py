@@ -14,7 +14,8 @@ from tests.doctor.machines import SHARED_BOX
 
 from analysis import fragmentation_cases as cases
 from analysis.synthetic import fitting_run, oom_run
-from report import test_against, test_calibration, test_diff, test_leaks, test_stress, test_terminal
+from report import test_against, test_calibration, test_diff, test_leaks, test_terminal
+from stress import test_stress_report
 from vramfit.analysis import causes, leaks, peaks, tune, verdict
 from vramfit.cli import gpus
 from vramfit.doctor import diagnose
@@ -65,7 +66,7 @@ REPORTS: dict[str, Callable[[int], str]] = {
     "run-two-cards": lambda width: render(
         test_terminal.two_cards(), verdict(test_terminal.two_cards(), cards=()), width=width
     ),
-    "stress": lambda width: render(test_stress.report(), width=width),
+    "stress": lambda width: render(test_stress_report.report(), width=width),
     "tune": lambda width: render(tune(cases.growing_trap()), width=width),
 }
 

@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from vramfit.analysis import LimitReason, RoundOutcome, StressReport, Trend
-from vramfit.api.tracking import track
 from vramfit.errors import UsageError, VramfitError
 from vramfit.gpus import find_gpu
+from vramfit.record.cpu_recorder import CpuRecorder
+from vramfit.record.recorder import Subjects
 from vramfit.stress import Vary, stress
 from vramfit.stress.rounds import CpuMemory, Stress, _memory
+from vramfit.stress.stability import LimitReason, RoundOutcome, StressReport, Trend
 from vramfit.stress.stress_run import StressJob, _report
 from vramfit.trace import Source
 from vramfit.units import MIB
@@ -101,8 +102,12 @@ def metered(file: Path, name: str, *, budget: int, rounds: int = 0, vary: str = 
     varied = (Vary.parse(vary),) if vary else ()
     job = StressJob(folder="", target=f"{file}:{name}", device="cpu", rounds=rounds, vary=varied)
     # With a model named, what other tests have left alive in this process does not count.
-    with track(model=torch.nn.Identity(), device="cpu", budget=budget) as tracked:
-        found = Stress(load_workload(job.target), CpuMemory(tracked), job, lambda *_: None).run()
+    recorder = CpuRecorder(budget=budget, subjects=Subjects.of(torch.nn.Identity(), None))
+    recorder.start()
+    try:
+        found = Stress(load_workload(job.target), CpuMemory(recorder), job, lambda *_: None).run()
+    finally:
+        recorder.stop()
     found = replace(found, torch_version=torch.__version__)
     return _report(name, found, source=Source.CPU, total=budget, alloc_conf="", seconds=0.0)
 

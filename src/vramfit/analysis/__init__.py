@@ -38,14 +38,6 @@ from vramfit.analysis._phases import phases as phases
 from vramfit.analysis._phases import summarise as summarise
 from vramfit.analysis._reconcile import check_device as check_device
 from vramfit.analysis._reconcile import reconcile as reconcile
-from vramfit.analysis._stability import Limit as Limit
-from vramfit.analysis._stability import LimitReason as LimitReason
-from vramfit.analysis._stability import Round as Round
-from vramfit.analysis._stability import RoundOutcome as RoundOutcome
-from vramfit.analysis._stability import Stability as Stability
-from vramfit.analysis._stability import StressReport as StressReport
-from vramfit.analysis._stability import Trend as Trend
-from vramfit.analysis._stability import stability as stability
 from vramfit.analysis._states import Holding as Holding
 from vramfit.analysis._states import PeakState as PeakState
 from vramfit.analysis._states import no_card as no_card

@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from vramfit.arguments import call_argument, number_argument, path_argument, whole_argument
-from vramfit.runtime.watching.card_probe import card_probe
-from vramfit.runtime.watching.host_memory import check_process
-from vramfit.runtime.watching.metric_writers import MetricWriter
-from vramfit.runtime.watching.prometheus_page import PrometheusPage
-from vramfit.runtime.watching.watch_files import WatchLines, WatchLog
-from vramfit.runtime.watching.watch_reading import ProgramReading, WatchReading
-from vramfit.runtime.watching.watcher import ProcessWatcher, WatchSink
+from vramfit.watching.card_probe import card_probe
+from vramfit.watching.host_memory import check_process
+from vramfit.watching.metric_writers import MetricWriter
+from vramfit.watching.prometheus_page import PrometheusPage
+from vramfit.watching.watch_files import WatchLines, WatchLog
+from vramfit.watching.watch_reading import ProgramReading, WatchReading
+from vramfit.watching.watcher import ProcessWatcher, WatchSink
 
 
 def watch(
@@ -98,7 +98,7 @@ class _OwnProgram:
     """What this process holds, asked for at each look."""
 
     def __init__(self) -> None:
-        from vramfit.runtime.watching.process_reporter import OwnReadings
+        from vramfit.watching.process_reporter import OwnReadings
 
         self._readings = OwnReadings()
 

@@ -13,9 +13,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from vramfit.capture.storages import StorageMeter
-from vramfit.runtime.watching.torch_figures import HeldBytes
-from vramfit.runtime.watching.watch_reading import DeviceUse
 from vramfit.trace import Category
+from vramfit.watching.torch_figures import HeldBytes
+from vramfit.watching.watch_reading import DeviceUse
 
 REST = "workspaces and rounding"
 

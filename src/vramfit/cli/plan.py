@@ -139,8 +139,8 @@ def _check(output: Path | None, json: Path | None, frontier: Path | None, numeri
 
 
 def _tell(planned: Planned, output: Path | None, json: Path | None, frontier: Path | None) -> None:
+    from vramfit.planner.reports.plan import render_frontier_svg
     from vramfit.report import json_text, print_report
-    from vramfit.report.plan import render_frontier_svg
     from vramfit.writing import write_text
 
     plan = planned.plan

@@ -77,12 +77,14 @@ def stress_command(
             alloc_conf=alloc_conf,
             progress=progress,
         )
-    from vramfit.report import json_text, print_report, render_stress_svg, write_text
+    from vramfit.report import json_text, print_report, write_text
 
     print_result(json, lambda: json_text(report), lambda: print_report(report, console=wide_console()))
     if plot is not None:
+        from vramfit.stress.stress_report import render_stress_svg
+
         write_text(plot, render_stress_svg(report))
     if not report.fits:
-        from vramfit.analysis._stability import RoundOutcome
+        from vramfit.stress.stability import RoundOutcome
 
         raise typer.Exit(DOES_NOT_FIT if report.baseline.outcome is RoundOutcome.OUT_OF_MEMORY else FAILED)

@@ -20,7 +20,7 @@ from vramfit.cli.program import check_source, program_command
 from vramfit.errors import UsageError
 
 if TYPE_CHECKING:
-    from vramfit.runtime.watching.watcher import WatchSink
+    from vramfit.watching.watcher import WatchSink
 
 _TARGETS = "Write vramfit watch 1234, or vramfit watch -- python train.py"
 
@@ -142,7 +142,7 @@ def pid_of(words: list[str]) -> int | None:
 def _check(pid: int | None, for_commands: tuple[tuple[str, str | None], ...]) -> None:
     if pid is None:
         return
-    from vramfit.runtime.watching.host_memory import check_process
+    from vramfit.watching.host_memory import check_process
 
     for option, given in for_commands:
         if given is not None:
@@ -154,7 +154,7 @@ def _check(pid: int | None, for_commands: tuple[tuple[str, str | None], ...]) ->
 
 def _sinks(log: Path | None, jsonl: Path | None, prometheus: str | None) -> list[WatchSink]:
     """Those that the options name; where one cannot be had, none stays open."""
-    from vramfit.runtime.watching.watch_files import WatchLines, WatchLog
+    from vramfit.watching.watch_files import WatchLines, WatchLog
 
     with contextlib.ExitStack() as opened:
         sinks: list[WatchSink] = []
@@ -163,7 +163,7 @@ def _sinks(log: Path | None, jsonl: Path | None, prometheus: str | None) -> list
                 sinks.append(sink := kind(path))
                 opened.callback(sink.close)
         if prometheus is not None:
-            from vramfit.runtime.watching.prometheus_page import HOST, PrometheusPage
+            from vramfit.watching.prometheus_page import HOST, PrometheusPage
 
             host, _, port = prometheus.rpartition(":")
             if not port.isdecimal():
@@ -180,7 +180,7 @@ def _command(words: list[str], gpu: str | None, device: str | None, budget: str 
     Raises:
         UsageError: it cannot be, as asked.
     """
-    from vramfit.runtime.watching.reported_files import watched_environment
+    from vramfit.watching.reported_files import watched_environment
 
     if gpu is None and device is None and budget is None:
         from vramfit.launch.watched_command import run_watched, whole_command
@@ -201,8 +201,8 @@ def _script(words: list[str], gpu: str | None, budget: str | None) -> Running:
     """How a Python script is run on a virtual GPU or the metered CPU."""
     from vramfit.cli.where import run_program
     from vramfit.options.run_options import COMMAND_LINE, read_options
-    from vramfit.runtime.watching.process_reporter import EVERY_VARIABLE, FOLDER_VARIABLE
     from vramfit.virtual.virtual_run import VirtualSettings
+    from vramfit.watching.process_reporter import EVERY_VARIABLE, FOLDER_VARIABLE
 
     if Path(words[0]).name.startswith("python"):
         words = words[1:]
@@ -244,8 +244,8 @@ def _first_reporter(folder: Path, started: Started) -> Iterator[None]:
 
 def _watch_process(pid: int, look: _Look, sinks: list[WatchSink]) -> None:
     """Watch a process that runs already, until it ends or somebody has seen enough."""
-    from vramfit.runtime.watching.card_probe import card_probe
-    from vramfit.runtime.watching.watcher import ProcessWatcher
+    from vramfit.watching.card_probe import card_probe
+    from vramfit.watching.watcher import ProcessWatcher
 
     cards, reason = card_probe()
     with shown(look, (reason,) if reason else ()) as shower:
@@ -262,9 +262,9 @@ def _watch_process(pid: int, look: _Look, sinks: list[WatchSink]) -> None:
 
 def _watch_command(run: Running, look: _Look, sinks: list[WatchSink]) -> int:
     """Run a command, watched from a thread; its exit code."""
-    from vramfit.runtime.watching.card_probe import card_probe
-    from vramfit.runtime.watching.reported_files import ReportedFiles
-    from vramfit.runtime.watching.watcher import ProcessWatcher
+    from vramfit.watching.card_probe import card_probe
+    from vramfit.watching.reported_files import ReportedFiles
+    from vramfit.watching.watcher import ProcessWatcher
 
     cards, reason = card_probe()
     watchers: list[ProcessWatcher] = []

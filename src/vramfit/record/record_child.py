@@ -22,8 +22,8 @@ from vramfit.launch.stopping import Stopping
 from vramfit.options.readers import AUTO, CPU
 from vramfit.patching import PatchStack
 from vramfit.record.record_run import MAX_ENTRIES
-from vramfit.runtime.watching.process_reporter import report_as_asked
 from vramfit.trace import Run, RunWarning
+from vramfit.watching.process_reporter import report_as_asked
 
 if TYPE_CHECKING:
     from vramfit.record.recorder import Recorder

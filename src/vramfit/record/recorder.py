@@ -27,10 +27,10 @@ from vramfit.errors import UsageError
 from vramfit.failure_line import failure_line
 from vramfit.launch.stopping import StepSink
 from vramfit.patching import PatchStack
-from vramfit.runtime.watching.torch_figures import FigureSource
 from vramfit.torch_internals import releases
 from vramfit.torch_internals.autograd_engine import current_graph_task_id, engine_runs
 from vramfit.trace import Run, RunWarning
+from vramfit.watching.torch_figures import FigureSource
 
 T = TypeVar("T")
 Models: TypeAlias = nn.Module | Mapping[str, nn.Module] | Sequence[nn.Module] | None

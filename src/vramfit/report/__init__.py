@@ -16,8 +16,6 @@ from vramfit.report.rendering import json_text as json_text
 from vramfit.report.rendering import print_report as print_report
 from vramfit.report.rendering import render as render
 from vramfit.report.rendering import to_json as to_json
-from vramfit.report.stress import STRESS_SCHEMA as STRESS_SCHEMA
-from vramfit.report.stress import render_stress_svg as render_stress_svg
 from vramfit.report.table_file import write_csv as write_csv
 from vramfit.report.together import TOGETHER_SCHEMA as TOGETHER_SCHEMA
 from vramfit.report.tune import TUNE_SCHEMA as TUNE_SCHEMA

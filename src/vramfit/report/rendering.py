@@ -1,10 +1,16 @@
-"""One door to every report: what is printed, rendered as text or written as JSON is found by the type of the value."""
+"""One door to every report: what is printed, rendered as text or written as JSON is found by the type of the value.
+
+NOTE [Where reports are found]: this package holds the reports of what is measured. A package above it brings its own:
+its ``__init__`` lists the modules that register them as ``REPORT_MODULES``, and the first value of that package imports
+these. So nothing here names what stands above, and a package that nobody uses costs no import.
+"""
 
 from __future__ import annotations
 
 import importlib
 import io
 import json
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import singledispatch, wraps
@@ -17,13 +23,11 @@ from rich.text import Text
 from vramfit.console import SafeConsole
 from vramfit.report.text import print_lines
 
-_HOMES = {
+_REPORTED_HERE = {
     "vramfit.calibrate": ("vramfit.report.calibrate",),
     "vramfit.doctor": ("vramfit.report.doctor",),
-    "vramfit.runtime.feeding": ("vramfit.report.loader",),
-    "vramfit.planner": ("vramfit.report.fit", "vramfit.report.plan", "vramfit.report.verify"),
 }
-"""Where values of packages that may need torch are reported: imported with the first such value."""
+"""Reports of this package whose values may need torch: imported with the first such value."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +45,7 @@ class Destination:
 
 @singledispatch
 def printer(value: object, *_beside: object, to: Destination) -> None:  # noqa: ARG001 - those registered use it
-    """Print one type of value: the modules of this package register theirs."""
+    """Print one type of value: whoever reports it registers how, see NOTE [Where reports are found]."""
     raise TypeError(f"{type(value).__name__} cannot be printed as a report")
 
 
@@ -81,7 +85,7 @@ def printed_as_page(kind: type, *, widest: int = 140) -> Callable[[Page], Page]:
 
 @singledispatch
 def json_values(value: object, *_beside: object) -> dict[str, Any]:
-    """Turn one type of value into what `json` can write: the modules of this package register theirs."""
+    """Turn one type of value into what `json` can write: whoever reports it registers how."""
     raise TypeError(f"{type(value).__name__} cannot be written as JSON")
 
 
@@ -131,9 +135,17 @@ def json_text(value: object, *beside: object, indent: int = 2, ascii_only: bool 
 
 def _of(registered: Any, value: object) -> Callable[..., Any]:
     """The function for a value's type, whose module is imported where that has not happened yet."""
-    for package, modules in _HOMES.items():
-        if type(value).__module__.startswith(package):
-            for module in modules:
-                importlib.import_module(module)
+    for module in _report_modules(type(value)):
+        importlib.import_module(module)
     found: Callable[..., Any] = registered.dispatch(type(value))
     return found
+
+
+def _report_modules(kind: type) -> Iterator[str]:
+    """The modules that report values of a type: those that each package around it and around its bases names."""
+    for base in kind.__mro__:
+        parts = base.__module__.split(".")
+        for count in range(1, len(parts) + 1):
+            package = ".".join(parts[:count])
+            yield from _REPORTED_HERE.get(package, ())
+            yield from getattr(sys.modules.get(package), "REPORT_MODULES", ())

@@ -9,9 +9,10 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.text import Text
 
-from vramfit.runtime.watching.outlooks import device_name
-from vramfit.runtime.watching.watch_reading import DeviceUse, WatchReading
-from vramfit.runtime.watching.watch_text import (
+from vramfit.units import counted, format_bytes
+from vramfit.watching.outlooks import device_name
+from vramfit.watching.watch_reading import DeviceUse, WatchReading
+from vramfit.watching.watch_text import (
     card_text,
     categories_text,
     duration,
@@ -21,7 +22,6 @@ from vramfit.runtime.watching.watch_text import (
     outlook_text,
     summary_of,
 )
-from vramfit.units import counted, format_bytes
 
 _BAR = 32
 _STYLES = {"rising": "yellow", "falling": "green"}

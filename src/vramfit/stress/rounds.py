@@ -1,7 +1,7 @@
 """The child of a stress test: runs the workload's steps and writes down what each needs.
 
 Started as ``python -m vramfit.stress.rounds JOB``, on the virtual GPU, on a card or on metered CPU; it sees the memory
-through torch's own figures, or through `vramfit.track`.
+through torch's own figures, or through the recorder of metered CPU.
 """
 
 from __future__ import annotations
@@ -14,14 +14,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from vramfit.analysis._stability import Limit, LimitReason, Round, RoundOutcome
+from vramfit.arguments import size_argument
 from vramfit.errors import UsageError, VramfitError
 from vramfit.failure_line import failure_line
 from vramfit.launch.job import tell
+from vramfit.stress.stability import Limit, LimitReason, Round, RoundOutcome
 from vramfit.stress.stress_run import CEILING, CYCLES, StressJob, StressResult, Vary, chosen, cycle_of
 from vramfit.workload import State, Workload, load_workload
+
+if TYPE_CHECKING:
+    from vramfit.record.cpu_recorder import CpuRecorder
 
 _COARSE = 32
 """A limit is found to within a part in so many of its value: nobody needs a sequence length to the token."""
@@ -81,21 +85,21 @@ class CpuMemory(Memory):
 
     device = "cpu"
 
-    def __init__(self, track: Any) -> None:
-        self.track = track
+    def __init__(self, recorder: CpuRecorder) -> None:
+        self.recorder = recorder
         self.number = 0
 
     def begin(self) -> None:
         """Mark the place in the trace."""
         self.number += 1
-        self.track.mark(f"round {self.number}")
+        self.recorder.mark(f"round {self.number}")
 
     def figures(self) -> dict[str, int]:
         """What the trace shows since the last mark."""
         from vramfit.analysis import Measure, curves, lifetimes
         from vramfit.trace import marks
 
-        trace = self.track.trace
+        trace = self.recorder.run().trace
         found = curves(trace, lifetimes(trace, 0))
         begin = next(mark.row for mark in reversed(marks(trace)) if mark.tag == f"round {self.number}")
         peaks = {
@@ -113,9 +117,7 @@ class CpuMemory(Memory):
 
     def empty_cache(self) -> None:
         """Give the metered segments back."""
-        from vramfit.api.tracking import snapshot
-
-        snapshot(empty_cache=True, file=len)  # the line itself goes nowhere
+        self.recorder.empty_cache()
 
 
 class Stress:
@@ -301,10 +303,15 @@ def _middle(values: tuple[int, ...], low: int, high: int) -> int:
 @contextlib.contextmanager
 def _memory(job: StressJob) -> Iterator[Memory]:
     if job.device == "cpu":
-        from vramfit.api.tracking import track as tracked
+        from vramfit.record.cpu_recorder import CpuRecorder
 
-        with tracked(device="cpu", budget=job.budget, alloc_conf=job.alloc_conf) as track:
-            yield CpuMemory(track)
+        budget = None if job.budget is None else size_argument("budget", job.budget)
+        recorder = CpuRecorder(budget=budget, alloc_conf=job.alloc_conf)
+        recorder.start()
+        try:
+            yield CpuMemory(recorder)
+        finally:
+            recorder.stop()
         return
     import torch
 

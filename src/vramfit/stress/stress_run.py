@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from vramfit.analysis._stability import Limit, Round, StressReport, stability
 from vramfit.errors import EnvironmentUnfitError, UsageError, VramfitError
 from vramfit.gpus import GpuSpec
 from vramfit.launch.job import Job, failure_of, has_answered, listening, result_of
 from vramfit.launch.starting import call
 from vramfit.options.run_options import RunOptions
+from vramfit.stress.stability import Limit, Round, StressReport, stability
 from vramfit.torch_internals.releases import refuse_older
 from vramfit.trace import Run, RunWarning, Source
 from vramfit.virtual.virtual_run import VirtualSettings, run_in_child

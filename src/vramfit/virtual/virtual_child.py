@@ -23,8 +23,8 @@ from vramfit.launch.running import OTHER_PROCESSES, leave_after, run_to_end, wat
 from vramfit.launch.stopping import Stopping
 from vramfit.options.cudnn_choice import NONE
 from vramfit.patching import PatchStack
-from vramfit.runtime.watching.process_reporter import report_as_asked
 from vramfit.virtual.virtual_run import VirtualJob
+from vramfit.watching.process_reporter import report_as_asked
 
 
 def main(job_file: str) -> int:

@@ -8,8 +8,8 @@ import sys
 import time
 from contextlib import suppress
 
-from vramfit.runtime.host_pressure import ControlGroups
 from vramfit.runtime.oom_forms import HostPressureError
+from vramfit.watching.host_pressure import ControlGroups
 
 _PATIENCE = 50
 """Looks after a relief that brought nothing, before the next one: collecting garbage takes time."""

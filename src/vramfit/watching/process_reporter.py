@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vramfit.plain import to_plain
-from vramfit.runtime.watching.watch_reading import ProgramReading
+from vramfit.watching.watch_reading import ProgramReading
 
 if TYPE_CHECKING:
-    from vramfit.runtime.watching.torch_figures import FigureSource
+    from vramfit.watching.torch_figures import FigureSource
 
 _CATEGORIES_EVERY = 2.0
 """Seconds between two sums by category at least: they walk all parameters."""
@@ -113,7 +113,7 @@ class OwnReadings:
     """
 
     def __init__(self, source: FigureSource | None = None) -> None:
-        from vramfit.runtime.watching.torch_figures import StepEnds, TorchFigures
+        from vramfit.watching.torch_figures import StepEnds, TorchFigures
 
         self._source = source or TorchFigures()
         self._ends = StepEnds(self._source.held)

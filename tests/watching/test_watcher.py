@@ -15,21 +15,21 @@ import pytest
 import torch
 
 import vramfit
-from runtime.watching.fake_nvml import FakeNvml
 from vramfit.capture.meter_figures import MeterFigures
 from vramfit.errors import UsageError, WriteError
 from vramfit.record.cpu_recorder import CpuRecorder
-from vramfit.runtime.watching import reported_files
-from vramfit.runtime.watching.card_probe import CardProbe
-from vramfit.runtime.watching.host_memory import HostProbe, check_process
-from vramfit.runtime.watching.metric_writers import MetricWriter, scalars_of
-from vramfit.runtime.watching.process_reporter import OwnReadings, ProcessReporter, report_as_asked
-from vramfit.runtime.watching.prometheus_page import PrometheusPage
-from vramfit.runtime.watching.reported_files import ReportedFiles, watched_environment
-from vramfit.runtime.watching.watch_files import WatchLines, WatchLog
-from vramfit.runtime.watching.watch_reading import WatchReading
-from vramfit.runtime.watching.watcher import ProcessWatcher
 from vramfit.units import GIB, MIB
+from vramfit.watching import reported_files
+from vramfit.watching.card_probe import CardProbe
+from vramfit.watching.host_memory import HostProbe, check_process
+from vramfit.watching.metric_writers import MetricWriter, scalars_of
+from vramfit.watching.process_reporter import OwnReadings, ProcessReporter, report_as_asked
+from vramfit.watching.prometheus_page import PrometheusPage
+from vramfit.watching.reported_files import ReportedFiles, watched_environment
+from vramfit.watching.watch_files import WatchLines, WatchLog
+from vramfit.watching.watch_reading import WatchReading
+from vramfit.watching.watcher import ProcessWatcher
+from watching.fake_nvml import FakeNvml
 
 
 def own_readings(gpu: vramfit.VirtualGPU) -> OwnReadings:
@@ -90,7 +90,7 @@ def test_hooks_are_gone_after_a_watch() -> None:
 
 
 def test_categories_of_plain_torch_are_sums_of_what_optimizers_know() -> None:
-    from vramfit.runtime.watching.torch_figures import REST, StepEnds, TorchFigures
+    from vramfit.watching.torch_figures import REST, StepEnds, TorchFigures
 
     with vramfit.VirtualGPU("RTX 4090"):
         source = TorchFigures()

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from vramfit.runtime.watching.watch_reading import DeviceUse
+from vramfit.watching.watch_reading import DeviceUse
 
 REST = "activations and others"
 

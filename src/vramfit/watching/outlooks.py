@@ -17,7 +17,7 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from statistics import median
 
-from vramfit.runtime.watching.memory_trend import (
+from vramfit.watching.memory_trend import (
     LEAST,
     Point,
     SeriesTrend,
@@ -27,7 +27,7 @@ from vramfit.runtime.watching.memory_trend import (
     trend_of,
     within,
 )
-from vramfit.runtime.watching.watch_reading import DeviceUse, Outlook, WatchReading
+from vramfit.watching.watch_reading import DeviceUse, Outlook, WatchReading
 
 WINDOW = 300.0
 """Seconds of the past that a trend is drawn from."""

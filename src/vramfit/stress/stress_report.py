@@ -8,11 +8,11 @@ from xml.sax.saxutils import escape
 
 from rich.text import Text
 
-from vramfit.analysis._stability import Limit, LimitReason, Round, RoundOutcome, StressReport, Trend
 from vramfit.plain import to_plain
 from vramfit.report.folding import broken, table
 from vramfit.report.rendering import json_values, printed_as_lines
 from vramfit.report.text import seconds
+from vramfit.stress.stability import Limit, LimitReason, Round, RoundOutcome, StressReport, Trend
 from vramfit.units import GIB, MIB, counted, format_bytes
 
 STRESS_SCHEMA = "vramfit.stress/1"

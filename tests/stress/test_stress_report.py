@@ -2,15 +2,9 @@ import json
 from dataclasses import replace
 from xml.etree import ElementTree
 
-from vramfit.analysis import (
-    Limit,
-    LimitReason,
-    Round,
-    RoundOutcome,
-    StressReport,
-    stability,
-)
-from vramfit.report import STRESS_SCHEMA, json_text, render, render_stress_svg
+from vramfit.report import json_text, render
+from vramfit.stress.stability import Limit, LimitReason, Round, RoundOutcome, StressReport, stability
+from vramfit.stress.stress_report import STRESS_SCHEMA, render_stress_svg
 from vramfit.trace import RunWarning
 from vramfit.units import GIB, MIB
 

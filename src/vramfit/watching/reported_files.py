@@ -16,8 +16,8 @@ from pathlib import Path
 import msgspec
 
 from vramfit.plain import from_plain
-from vramfit.runtime.watching.process_reporter import EVERY_VARIABLE, FOLDER_VARIABLE
-from vramfit.runtime.watching.watch_reading import ProgramReading
+from vramfit.watching.process_reporter import EVERY_VARIABLE, FOLDER_VARIABLE
+from vramfit.watching.watch_reading import ProgramReading
 
 _LARGE = 1 << 20
 """Bytes of a process' file above which it begins anew: a watch of days would fill the folder for temporary files."""
@@ -35,7 +35,7 @@ if _spec is not None:
     sys.modules["sitecustomize"] = _module
     _spec.loader.exec_module(_module)
 try:
-    from vramfit.runtime.watching.process_reporter import report_as_asked
+    from vramfit.watching.process_reporter import report_as_asked
 except ImportError:
     pass
 else:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from vramfit.errors import UsageError
-from vramfit.runtime.host_pressure import ControlGroups
-from vramfit.runtime.watching.watch_reading import HostUse
+from vramfit.watching.host_pressure import ControlGroups
+from vramfit.watching.watch_reading import HostUse
 
 
 class HostProbe:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from vramfit.errors import UsageError
-from vramfit.runtime.watching.outlooks import device_name
-from vramfit.runtime.watching.watch_reading import WatchReading
+from vramfit.watching.outlooks import device_name
+from vramfit.watching.watch_reading import WatchReading
 
 
 def scalars_of(reading: WatchReading) -> dict[str, float]:

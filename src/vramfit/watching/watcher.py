@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
-from vramfit.runtime.watching.card_probe import CardProbe
-from vramfit.runtime.watching.host_memory import HostProbe
-from vramfit.runtime.watching.outlooks import WINDOW, OutlookKeeper
-from vramfit.runtime.watching.watch_reading import CardState, ProgramReading, WatchReading
+from vramfit.watching.card_probe import CardProbe
+from vramfit.watching.host_memory import HostProbe
+from vramfit.watching.outlooks import WINDOW, OutlookKeeper
+from vramfit.watching.watch_reading import CardState, ProgramReading, WatchReading
 
 T = TypeVar("T")
 

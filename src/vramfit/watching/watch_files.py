@@ -7,8 +7,8 @@ import os
 from typing import Any, TextIO
 
 from vramfit.plain import to_plain
-from vramfit.runtime.watching.watch_reading import WatchReading
-from vramfit.runtime.watching.watch_text import line_of, outlook_text, summary_of
+from vramfit.watching.watch_reading import WatchReading
+from vramfit.watching.watch_text import line_of, outlook_text, summary_of
 from vramfit.writing import refused
 
 SCHEMA = "vramfit.watch/1"

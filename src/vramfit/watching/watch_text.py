@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-from vramfit.runtime.watching.outlooks import device_name
-from vramfit.runtime.watching.watch_reading import CardState, DeviceUse, HostUse, Outlook, WatchReading
 from vramfit.units import counted, format_bytes
+from vramfit.watching.outlooks import device_name
+from vramfit.watching.watch_reading import CardState, DeviceUse, HostUse, Outlook, WatchReading
 
 
 def line_of(reading: WatchReading) -> str:

@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable, Collection
 from typing import Any
 
-from vramfit.runtime.watching.watch_reading import CardNeighbour, CardState
+from vramfit.watching.watch_reading import CardNeighbour, CardState
 
 _GPU_SENSOR = 0
 """nvml.h: NVML_TEMPERATURE_GPU."""

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from vramfit.errors import UsageError
-from vramfit.runtime.watching.outlooks import device_name
-from vramfit.runtime.watching.watch_reading import WatchReading
+from vramfit.watching.outlooks import device_name
+from vramfit.watching.watch_reading import WatchReading
 
 HOST = "127.0.0.1"
 """Where it listens unless another address is given: this machine alone."""

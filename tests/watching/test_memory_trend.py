@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 from scipy.stats import theilslopes
 
-from vramfit.runtime.watching.memory_trend import maxima, step_maxima, thinned, trend_of
-from vramfit.runtime.watching.outlooks import OutlookKeeper
-from vramfit.runtime.watching.watch_reading import DeviceUse, HostUse, Outlook, ProgramReading, WatchReading
 from vramfit.units import GIB, MIB
+from vramfit.watching.memory_trend import maxima, step_maxima, thinned, trend_of
+from vramfit.watching.outlooks import OutlookKeeper
+from vramfit.watching.watch_reading import DeviceUse, HostUse, Outlook, ProgramReading, WatchReading
 
 
 def device(allocated: float, *, after: float | None = None, peak: float = 0.0, total: int = 24 * GIB):

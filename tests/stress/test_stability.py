@@ -1,6 +1,6 @@
 import pytest
 
-from vramfit.analysis import Round, RoundOutcome, Trend, stability
+from vramfit.stress.stability import Round, RoundOutcome, Trend, stability
 from vramfit.units import MIB
 
 

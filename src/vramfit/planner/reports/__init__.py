@@ -1,0 +1,1 @@
+"""Reports of plans, of the largest size that fits, and of verifications: one module per verb."""
