@@ -147,6 +147,29 @@ def test_a_line_through_measured_values_changes_the_tries_alone(
     assert largest.answer == (bytes_at(limit) if limit else None)
 
 
+@given(
+    jumps=st.lists(st.tuples(st.integers(1, 3000), st.integers(0, 10**6)), max_size=20),
+    limit=st.integers(0, 4000),
+    start=st.integers(1, 4000),
+    most=st.integers(0, 3),
+)
+def test_a_line_through_values_that_jump_is_not_drawn_for_ever(
+    jumps: list[tuple[int, int]], limit: int, start: int, most: int
+) -> None:
+    def bytes_at(value: int) -> int:
+        return 1 + value + sum(size for at, size in jumps if at <= value)
+
+    line: Line[int] = Line(measured=int, limit=bytes_at(limit), most=most)
+    largest = LargestSearch(
+        bytes_at,
+        lambda peak: peak <= bytes_at(limit),
+        Strategy(allowed=Multiples(most=4096), start=start),
+        line=line,
+    ).run()
+    assert (largest.value, largest.failing) == (limit, limit + 1)
+    assert len(largest.tries) <= 2 * math.log2(4096) + 2 + most * (1 + len(line.steps))
+
+
 @pytest.mark.parametrize("multiple", [1, 8, 32])
 def test_a_line_needs_few_tries_among_multiples_too(multiple: int) -> None:
     def bytes_at(value: int) -> int:

@@ -6,7 +6,8 @@ first: a prediction that is right costs two tries, one that is off by one at mos
 other side is met. Then, and where nothing says anything, the value is doubled or halved until one fits and one does
 not, and the interval between them is halved down to neighbours. Where only some values are allowed, steps and halves
 of intervals are counted in their positions, and twice or half a value is rounded down to an allowed one. So no more
-than 2 log2(m) + 2 values are tried up to a largest allowed one of m, beside those by steps and by a line.
+than 2 log2(m) + 2 values are tried up to a largest allowed one of m, beside those by steps and by a line, whose numbers
+the strategy and the line say.
 """
 
 from __future__ import annotations
@@ -74,12 +75,14 @@ class Line(Generic[A]):
         limit: that a value may measure; 0 where it is not known, and then there is no line.
         farthest: a line is believed up to so many times the higher measured value: small values say little of large.
         steps: from the value that the line gives.
+        most: times that a line is drawn: where measured values jump it may say little again and again.
     """
 
     measured: Callable[[A], int]
     limit: int
     farthest: int = 4
     steps: tuple[int, ...] = NEIGHBOURS_FIRST
+    most: int = 16
 
 
 class Ended(Enum):
@@ -153,7 +156,7 @@ class LargestSearch(Generic[A]):
         allowed = strategy.allowed
         self._first, self._last = allowed.first, allowed.last
         self._low, self._high = self._first - 1, self._last + 1  # positions: fits, does not
-        self._ahead = list(strategy.steps)
+        self._ahead, self._guesses = list(strategy.steps), 0
         self._up, self._came = True, False  # how the last try ended, and whether it came by a step
 
     def run(self) -> Largest[A]:
@@ -209,6 +212,7 @@ class LargestSearch(Generic[A]):
             return min(max(start, self._first), self._last)
         if self._line is not None and (guess := self._guess(self._line)) is not None:
             self._ahead, self._came = list(self._line.steps), False
+            self._guesses += 1
             return guess
         if self._ahead:
             step, self._came = self._ahead.pop(0), True
@@ -226,7 +230,7 @@ class LargestSearch(Generic[A]):
 
     def _guess(self, line: Line[A]) -> int | None:
         """Position of the largest by the line; None where that says nothing new."""
-        if not line.limit:
+        if not line.limit or self._guesses == line.most:
             return None
         measured = sorted(
             (tried.value, size)
