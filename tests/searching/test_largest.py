@@ -13,10 +13,10 @@ from vramfit.searching.allowed import Allowed, Listed, Multiples, divisors_of
 from vramfit.searching.largest import (
     DOUBLING_STEPS,
     NEIGHBOURS_FIRST,
-    Ended,
     Largest,
     LargestSearch,
-    Line,
+    MeasuredLine,
+    SearchEnd,
     Strategy,
     doubled_from,
     down_from,
@@ -71,7 +71,7 @@ def test_the_largest_and_its_neighbour(limit: int, start: int) -> None:
 
 def test_nothing_is_tried_beyond_the_ceiling() -> None:
     largest = largest_where(lambda _: True, doubled_from(3, CEILING))
-    assert (largest.value, largest.failing, largest.ended) == (CEILING, 0, Ended.ALL_FIT)
+    assert (largest.value, largest.failing, largest.ended) == (CEILING, 0, SearchEnd.ALL_FIT)
     assert max(tried.value for tried in largest.tries) == CEILING
 
 
@@ -135,13 +135,13 @@ def test_a_line_through_measured_values_changes_the_tries_alone(
         bytes_at,
         lambda peak: peak <= bytes_at(limit),
         doubled_from(start, CEILING),
-        line=Line(measured=int, limit=bytes_at(limit) if known else 0),
+        line=MeasuredLine(measured=int, limit=bytes_at(limit) if known else 0),
     )
     largest = search.run()
     assert (largest.value, largest.failing, largest.ended) == (
         limit,
         limit + 1,
-        Ended.NEXT_FAILS if limit else Ended.NOTHING_FITS,
+        SearchEnd.NEXT_FAILS if limit else SearchEnd.NOTHING_FITS,
     )
     assert len({tried.value for tried in largest.tries}) == len(largest.tries)
     assert largest.answer == (bytes_at(limit) if limit else None)
@@ -159,7 +159,7 @@ def test_a_line_through_values_that_jump_is_not_drawn_for_ever(
     def bytes_at(value: int) -> int:
         return 1 + value + sum(size for at, size in jumps if at <= value)
 
-    line: Line[int] = Line(measured=int, limit=bytes_at(limit), most=most)
+    line: MeasuredLine[int] = MeasuredLine(measured=int, limit=bytes_at(limit), most=most)
     largest = LargestSearch(
         bytes_at,
         lambda peak: peak <= bytes_at(limit),
@@ -179,7 +179,7 @@ def test_a_line_needs_few_tries_among_multiples_too(multiple: int) -> None:
     limit = bytes_at(100_003)
     plain = LargestSearch(bytes_at, lambda peak: peak <= limit, strategy).run()
     line = LargestSearch(
-        bytes_at, lambda peak: peak <= limit, strategy, line=Line(measured=int, limit=limit)
+        bytes_at, lambda peak: peak <= limit, strategy, line=MeasuredLine(measured=int, limit=limit)
     ).run()
     assert line.value == plain.value == 100_003 // multiple * multiple
     assert len(line.tries) <= len(plain.tries) / 2 < len(plain.tries)
@@ -194,7 +194,7 @@ def test_what_was_seen_is_there_after_an_error_and_after_a_stop() -> None:
     search = LargestSearch(ask, bool, doubled_from(1, CEILING))
     with pytest.raises(KeyboardInterrupt):
         search.run()
-    assert (search.result.value, search.result.failing, search.result.ended) == (8, 0, Ended.STOPPED)
+    assert (search.result.value, search.result.failing, search.result.ended) == (8, 0, SearchEnd.STOPPED)
     assert not search.result.confirmed
 
     asked: list[int] = []
@@ -205,10 +205,10 @@ def test_what_was_seen_is_there_after_an_error_and_after_a_stop() -> None:
         stop=lambda: len(asked) == 3,
     ).run()
     assert [(tried.value, tried.fits) for tried in stopped.tries] == [(2, True), (4, True), (8, False)]
-    assert (stopped.value, stopped.failing, stopped.ended) == (4, 8, Ended.STOPPED)
+    assert (stopped.value, stopped.failing, stopped.ended) == (4, 8, SearchEnd.STOPPED)
 
 
 def test_nothing_is_tried_where_nothing_is_allowed() -> None:
     largest = largest_where(lambda _: True, Strategy(allowed=Multiples(of=8, most=7)))
     assert (largest.value, largest.failing, largest.tries) == (0, 0, ())
-    assert largest.ended is Ended.NOTHING_FITS
+    assert largest.ended is SearchEnd.NOTHING_FITS

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vramfit.searching.allowed import Listed, Multiples, divisors_of
-from vramfit.searching.largest import NEIGHBOURS_FIRST, Ended, Strategy
+from vramfit.searching.largest import NEIGHBOURS_FIRST, SearchEnd, Strategy
 from vramfit.searching.orders import first_of, go_by, largest_in_order
 from vramfit.searching.tries import Tries
 
@@ -124,12 +124,12 @@ def test_sizes_that_were_not_reached_have_their_smallest() -> None:
     }
     whole = largest_in_order(run, lambda need: need <= 1100, strategies)
     assert whole.sizes == {"length": 512, "batch_size": 2}
-    assert whole.largest["length"].ended is Ended.NEXT_FAILS
+    assert whole.largest["length"].ended is SearchEnd.NEXT_FAILS
     assert whole.largest["batch_size"].failing == 3
     runs.clear()
     stopped = largest_in_order(run, lambda need: need <= 1100, strategies, stop=lambda: len(runs) == 2)
     assert stopped.sizes == {"length": 512, "batch_size": 2}
-    assert stopped.largest["length"].ended is Ended.STOPPED
+    assert stopped.largest["length"].ended is SearchEnd.STOPPED
     nothing = largest_in_order(run, lambda need: need <= 1, strategies)
     assert (nothing.sizes, list(nothing.largest)) == ({}, ["length"])
     refused = {**strategies, "batch_size": Strategy(allowed=Multiples(of=8, most=7))}

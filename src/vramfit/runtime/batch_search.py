@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from vramfit.searching.allowed import Multiples
-from vramfit.searching.largest import NEIGHBOURS_FIRST, LargestSearch, Line, Strategy
+from vramfit.searching.largest import NEIGHBOURS_FIRST, LargestSearch, MeasuredLine, Strategy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,5 +39,5 @@ def batch_search(
     strategy = Strategy(
         allowed=Multiples(most=most), start=start, steps=NEIGHBOURS_FIRST if predicted else ()
     )
-    line: Line[BatchTrial] = Line(measured=lambda trial: trial.peak_bytes, limit=limit_bytes)
+    line: MeasuredLine[BatchTrial] = MeasuredLine(measured=lambda trial: trial.peak_bytes, limit=limit_bytes)
     return LargestSearch(run, lambda trial: trial.fits, strategy, line=line)

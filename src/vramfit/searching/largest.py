@@ -67,7 +67,7 @@ def halved(most: int) -> Strategy:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Line(Generic[A]):
+class MeasuredLine(Generic[A]):
     """A line through what was measured at the two largest values that fit: where it meets the limit, the end is near.
 
     Attributes:
@@ -85,7 +85,7 @@ class Line(Generic[A]):
     most: int = 16
 
 
-class Ended(Enum):
+class SearchEnd(Enum):
     """Why a search ended; its value is what that says of the largest."""
 
     NEXT_FAILS = "the next allowed value does not fit"
@@ -96,7 +96,7 @@ class Ended(Enum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Try(Generic[A]):
+class ValueTry(Generic[A]):
     """One value that was tried."""
 
     value: int
@@ -117,13 +117,13 @@ class Largest(Generic[A]):
 
     value: int
     failing: int
-    ended: Ended
-    tries: tuple[Try[A], ...]
+    ended: SearchEnd
+    tries: tuple[ValueTry[A], ...]
 
     @property
     def confirmed(self) -> bool:
         """Whether no allowed value is left between the largest that fits and what ended the search."""
-        return self.ended in (Ended.NEXT_FAILS, Ended.ALL_FIT, Ended.NOTHING_FITS)
+        return self.ended in (SearchEnd.NEXT_FAILS, SearchEnd.ALL_FIT, SearchEnd.NOTHING_FITS)
 
     @property
     def answer(self) -> A | None:
@@ -148,11 +148,11 @@ class LargestSearch(Generic[A]):
         fits: Callable[[A], bool],
         strategy: Strategy,
         *,
-        line: Line[A] | None = None,
+        line: MeasuredLine[A] | None = None,
         stop: Callable[[], bool] = lambda: False,
     ) -> None:
         self._ask, self._fits, self._strategy, self._line, self._stop = ask, fits, strategy, line, stop
-        self._tries: list[Try[A]] = []
+        self._tries: list[ValueTry[A]] = []
         allowed = strategy.allowed
         self._first, self._last = allowed.first, allowed.last
         self._low, self._high = self._first - 1, self._last + 1  # positions: fits, does not
@@ -175,15 +175,15 @@ class LargestSearch(Generic[A]):
         return Largest(
             value=value_at(self._low) if self._low >= self._first else 0,
             failing=value_at(self._high) if self._high <= self._last else 0,
-            ended=self._ended() or Ended.STOPPED,
+            ended=self._ended() or SearchEnd.STOPPED,
             tries=tuple(self._tries),
         )
 
-    def _ended(self) -> Ended | None:
+    def _ended(self) -> SearchEnd | None:
         if self._high - self._low <= 1:
             if self._low < self._first:
-                return Ended.NOTHING_FITS
-            return Ended.NEXT_FAILS if self._high <= self._last else Ended.ALL_FIT
+                return SearchEnd.NOTHING_FITS
+            return SearchEnd.NEXT_FAILS if self._high <= self._last else SearchEnd.ALL_FIT
         strategy = self._strategy
         if strategy.closer == 1 and not strategy.part:
             return None
@@ -191,13 +191,13 @@ class LargestSearch(Generic[A]):
             return None
         low, high = strategy.allowed.value_at(self._low), strategy.allowed.value_at(self._high)
         part = strategy.part and low // strategy.part
-        return Ended.CLOSE_ENOUGH if high - low <= max(strategy.closer, part) else None
+        return SearchEnd.CLOSE_ENOUGH if high - low <= max(strategy.closer, part) else None
 
     def _try(self, position: int) -> None:
         value = self._strategy.allowed.value_at(position)
         answer = self._ask(value)
         fits = self._fits(answer)
-        self._tries.append(Try(value=value, fits=fits, answer=answer))
+        self._tries.append(ValueTry(value=value, fits=fits, answer=answer))
         if self._came and fits != self._up:
             self._ahead = []
         self._up = fits
@@ -228,7 +228,7 @@ class LargestSearch(Generic[A]):
         double = allowed.position_of(2 * allowed.value_at(self._low))
         return min(max(double, self._low + 1), self._last)
 
-    def _guess(self, line: Line[A]) -> int | None:
+    def _guess(self, line: MeasuredLine[A]) -> int | None:
         """Position of the largest by the line; None where that says nothing new."""
         if not line.limit or self._guesses == line.most:
             return None
