@@ -26,8 +26,9 @@ from vramfit import Plan, Workload
 from vramfit.gpus import find_gpu
 from vramfit.planner.devices.cost import step_cost_with
 from vramfit.planner.devices.virtual_backend import VirtualBackend
-from vramfit.planner.largest_size import SizeSearch, bracket, search_for
+from vramfit.planner.largest_size import CEILING, SizeSearch, search_for
 from vramfit.planner.plans import NothingFits, PlanRequest
+from vramfit.searching.largest import doubled_from, largest_where
 from vramfit.techniques import Numerics
 from vramfit.units import format_bytes, parse_bytes
 from vramfit.writing import write_text
@@ -132,7 +133,9 @@ def by_layers(case: Case, say: Say) -> Row:
 
         return fit
 
-    plain, planned = (bracket(fits(with_plan), case.start)[0] for with_plan in (False, True))
+    plain, planned = (
+        largest_where(fits(with_plan), doubled_from(case.start, CEILING)).value for with_plan in (False, True)
+    )
     return _row(case, plain, planned, tuple(choice.words for choice in choices))
 
 

@@ -16,44 +16,45 @@ from torch import nn
 
 import vramfit
 from vramfit.errors import OutOfMemory, UsageError
-from vramfit.runtime.batch_search import BatchSearch, BatchTrial
+from vramfit.runtime.batch_search import BatchTrial, batch_search
+from vramfit.searching.largest import Largest
 
 
 def searched(
     truth: int, start: int, *, predicted: bool, most: int = 1 << 20, peaks: bool = False
-) -> BatchSearch:
+) -> Largest[BatchTrial]:
     def run(size: int) -> BatchTrial:
         return BatchTrial(
             size=size, fits=size <= truth, peak_bytes=100 + 7 * size if peaks and size <= truth else 0
         )
 
     limit = 100 + 7 * truth + 3 if peaks else 0
-    search = BatchSearch(run, start=start, most=most, predicted=predicted, limit_bytes=limit)
-    assert search.largest() == min(truth, most)
-    return search
+    largest = batch_search(run, start=start, most=most, predicted=predicted, limit_bytes=limit).run()
+    assert largest.value == min(truth, most)
+    return largest
 
 
 @given(st.integers(0, 5000), st.integers(1, 6000), st.booleans(), st.integers(1, 6000))
 def test_the_largest_is_run_and_the_next_fails(truth: int, start: int, predicted: bool, most: int) -> None:
-    search = searched(truth, start, predicted=predicted, most=most)
-    ended = {trial.size: trial.fits for trial in search.trials}
-    assert len(ended) == len(search.trials)  # none twice
+    largest = searched(truth, start, predicted=predicted, most=most)
+    ended = {tried.value: tried.fits for tried in largest.tries}
+    assert len(ended) == len(largest.tries)  # none twice
     assert truth == 0 or ended[min(truth, most)]
     assert truth >= most or not ended[truth + 1]
 
 
 @pytest.mark.parametrize("truth", [1, 2, 3, 8, 100, 8192, 123_457])
 def test_a_prediction_that_is_off_by_one_costs_three_trials(truth: int) -> None:
-    assert len(searched(truth, truth, predicted=True).trials) == 2
+    assert len(searched(truth, truth, predicted=True).tries) == 2
     for off in (truth - 1, truth + 1):
         if off:
-            assert len(searched(truth, off, predicted=True).trials) <= 3
+            assert len(searched(truth, off, predicted=True).tries) <= 3
 
 
 @pytest.mark.parametrize("truth", [60, 1000, 50_000])
 def test_measured_peaks_say_where_the_end_is(truth: int) -> None:
-    plain = len(searched(truth, 1, predicted=False).trials)
-    assert len(searched(truth, 1, predicted=False, peaks=True).trials) <= plain / 2 + 4
+    plain = len(searched(truth, 1, predicted=False).tries)
+    assert len(searched(truth, 1, predicted=False, peaks=True).tries) <= plain / 2 + 4
 
 
 # -- on a live process ---------------------------------------------------------------------------------------------

@@ -2,7 +2,8 @@ import pytest
 
 from vramfit.errors import UsageError
 from vramfit.plain import from_plain, to_plain
-from vramfit.stress.stress_run import Vary, chosen, cycle_of
+from vramfit.searching.largest import largest_where
+from vramfit.stress.stress_run import CEILING, Vary, chosen, cycle_of
 
 
 @pytest.mark.parametrize(
@@ -60,3 +61,27 @@ def test_several_sizes_take_turns() -> None:
     cycle = cycle_of({"n": 8, "m": 4}, [Vary(name="n"), Vary(name="m")], {"n": 16, "m": 16})
     assert len(cycle) == 8
     assert cycle[-2:] == ({"n": 16, "m": 4}, {"n": 8, "m": 16})
+
+
+@pytest.mark.parametrize(
+    ("text", "usual", "limit", "expected"),
+    [
+        ("n", 8, 50, [8, 16, 32, 64, 48, 56, 52, 50, 51]),
+        ("n=..20", 8, 50, [8, 16, 20]),
+        ("n=20..", 8, 50, [20, 40, 80, 60, 50, 55, 52, 51]),
+        ("n=10..", 100, 4, [100, 50, 25, 12, 10]),
+        ("n", 128, 1000, [128, 256, 512, 1024, 768, 896, 960, 992, 1008]),  # to within a part in 32
+        ("n=1,2,4,8,16", 4, 9, [4, 8, 16]),
+        ("n=1,2,4,8,16", 16, 3, [16, 8, 4, 2]),
+        ("n=3,5,6,7,20", 4, 19, [3, 6, 7, 20]),
+    ],
+)
+def test_the_values_on_the_way_to_a_limit(text: str, usual: int, limit: int, expected: list[int]) -> None:
+    largest = largest_where(lambda value: value <= limit, Vary.parse(text).strategy(usual))
+    assert [tried.value for tried in largest.tries] == expected
+
+
+def test_a_ramp_ends_at_the_ceiling_or_at_the_usual_value_above_it() -> None:
+    for usual in (3, CEILING + 5):
+        largest = largest_where(lambda _: True, Vary(name="n").strategy(usual))
+        assert (largest.value, largest.failing) == (max(CEILING, usual), 0)

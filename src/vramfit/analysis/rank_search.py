@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from vramfit.analysis.rank_memory import RankMemory, WorldMemory
+from vramfit.analysis.rank_memory import WorldMemory
 from vramfit.errors import UsageError, VramfitError
+from vramfit.searching.largest import LargestSearch, doubled_from
+from vramfit.searching.orders import first_of
+from vramfit.searching.tries import Tries
 
 MOST_CARDS = 64
 """Cards up to which a program is tried, unless the caller says else."""
@@ -85,22 +88,22 @@ def fewest_cards(run: Callable[[int], WorldMemory], most: int = MOST_CARDS) -> W
     Raises:
         VramfitError: it failed in every world for another reason than memory.
     """
-    tries: list[WorldTry] = []
-    cards, card = 1, None
-    while cards <= most:
-        memory = run(cards)
-        card = memory.decisive
-        tries.append(_tried(cards, memory))
-        if tries[-1].fits:
-            break
-        cards *= 2
-    if card is None or all(one.failure for one in tries):
+    worlds = _Worlds(run)
+    last = first_of(_doubled(most), worlds.tries, lambda tried: tried.fits)
+    tries = tuple(worlds.tries.answers.values())
+    if all(tried.failure for tried in tries):
         raise VramfitError(
             f"the program fails on every number of cards: {tries[-1].failure}", "Run it with --ranks 8"
         )
-    found = cards if tries[-1].fits else 0
-    failing = tries[-2].value if found and len(tries) > 1 else 0
-    return _search(CARDS, found, failing, card, 0, tries)
+    failing = tries[-2].value if last.enough and len(tries) > 1 else 0
+    return worlds.search(CARDS, last.candidate if last.enough else 0, failing, 0)
+
+
+def _doubled(most: int) -> Iterator[int]:
+    cards = 1
+    while cards <= most:
+        yield cards
+        cards *= 2
 
 
 def largest_value(
@@ -119,51 +122,50 @@ def largest_value(
         UsageError: the value does not change what the program takes, so that it does not read it.
         VramfitError: it failed at `start` for another reason than memory.
     """
-    tries: list[WorldTry] = []
+    worlds = _Worlds(run)
 
-    def fits(value: int) -> bool:
-        memory = run(value)
-        tries.append(_tried(value, memory))
-        cards.append(memory.decisive)
-        return tries[-1].fits
+    def fits(world: WorldTry) -> bool:
+        tries = tuple(worlds.tries.answers.values())
+        if len(tries) == 1 and world.failure:
+            raise VramfitError(
+                f"the program fails with {option} {start}: {world.failure}", "Run it alone first"
+            )
+        doubled = all(tried.fits for tried in tries[:-1])
+        if doubled and len(tries) == _SAME and len({tried.total_bytes for tried in tries}) == 1:
+            raise UsageError(
+                f"the program takes the same whatever {option} is",
+                "Name an option that it reads its batch from",
+            )
+        return world.fits
 
-    cards: list[RankMemory] = []
-    low, high = 0, 0  # fits; does not
-    value = start
-    if fits(value):
-        low = value
-        while not high and low < most:
-            value = min(2 * low, most)
-            low, high = (value, 0) if fits(value) else (low, value)
-            if len(tries) == _SAME and len({one.total_bytes for one in tries}) == 1:
-                raise UsageError(
-                    f"the program takes the same whatever {option} is",
-                    "Name an option that it reads its batch from",
-                )
-    elif tries[0].failure:
-        raise VramfitError(
-            f"the program fails with {option} {start}: {tries[0].failure}", "Run it alone first"
+    largest = LargestSearch(worlds.tries, fits, doubled_from(start, most)).run()
+    return worlds.search(option, largest.value, largest.failing, size)
+
+
+class _Worlds:
+    """Runs of a program in worlds of which nothing but a `WorldTry` is kept."""
+
+    def __init__(self, run: Callable[[int], WorldMemory]) -> None:
+        self._run, self._card = run, ("", 0)
+        self.tries: Tries[int, WorldTry] = Tries(self._tried)
+
+    def _tried(self, value: int) -> WorldTry:
+        memory = self._run(value)
+        self._card = memory.decisive.card.gpu, memory.decisive.card.total
+        return _tried(value, memory)
+
+    def search(self, sought: str, value: int, failing: int, size: int) -> WorldSearch:
+        """What was found, with all runs."""
+        gpu, total = self._card
+        return WorldSearch(
+            sought=sought,
+            value=value,
+            failing=failing,
+            gpu=gpu,
+            card_bytes=total,
+            size=size,
+            tries=tuple(self.tries.answers.values()),
         )
-    else:
-        high = value
-    while high - low > 1:
-        value = (low + high) // 2
-        low, high = (value, high) if fits(value) else (low, value)
-    return _search(option, low, high, cards[0], size, tries)
-
-
-def _search(
-    sought: str, value: int, failing: int, card: RankMemory, size: int, tries: list[WorldTry]
-) -> WorldSearch:
-    return WorldSearch(
-        sought=sought,
-        value=value,
-        failing=failing,
-        gpu=card.card.gpu,
-        card_bytes=card.card.total,
-        size=size,
-        tries=tuple(tries),
-    )
 
 
 def _tried(value: int, memory: WorldMemory) -> WorldTry:

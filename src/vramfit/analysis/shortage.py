@@ -23,6 +23,7 @@ from vramfit.allocator.core import MIN_BLOCK
 from vramfit.analysis._lifetimes import Lifetimes
 from vramfit.analysis.breakdown import Breakdown
 from vramfit.analysis.need import Need
+from vramfit.searching.largest import halved, largest_where
 from vramfit.trace import Capacity, Category, EventKind, MemoryTrace, OomReport, Rehearsal, StillToCome
 from vramfit.trace.replay.players import OomPlayer
 from vramfit.units import format_bytes
@@ -208,15 +209,16 @@ def _largest(player: OomPlayer) -> int:
     """The largest request that is served, found by asking; one of 512 bytes more fails."""
     assert player.failed is not None
     allocator, stream = player.allocator, player.failed.stream
-    low, high = 0, _rounded(player.failed.size) // MIN_BLOCK
-    while high - low > 1:
-        middle = (low + high) // 2
+
+    def is_served(blocks: int) -> bool:
         try:
-            _undo(allocator, allocator.malloc(middle * MIN_BLOCK, stream))
-            low = middle
+            _undo(allocator, allocator.malloc(blocks * MIN_BLOCK, stream))
         except OutOfMemory:
-            high = middle
-    return low * MIN_BLOCK
+            return False
+        return True
+
+    failing = _rounded(player.failed.size) // MIN_BLOCK
+    return largest_where(is_served, halved(failing - 1)).value * MIN_BLOCK
 
 
 def _verdict(answers: list[WhatIfAnswer]) -> OomVerdict:

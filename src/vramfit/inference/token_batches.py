@@ -19,6 +19,8 @@ import torch
 from vramfit.arguments import number_argument, shown, whole_argument
 from vramfit.errors import UsageError
 from vramfit.inference.peak_bound import PeakBound
+from vramfit.searching.allowed import Multiples
+from vramfit.searching.largest import Strategy, largest_where
 
 T = TypeVar("T")
 
@@ -320,18 +322,12 @@ class TokenBatches(Generic[T]):
         if known is not None and known[0] == scale:
             return known[1]
         budget, most = self.settings.budget, self.settings.most_items
-        good, bad = 1, 2
-        while bad <= most and self.bound(bad, length) <= budget:
-            good, bad = bad, 2 * bad
-        bad = min(bad, most + 1)
-        while bad - good > 1:
-            middle = (good + bad) // 2
-            if self.bound(middle, length) <= budget:
-                good = middle
-            else:
-                bad = middle
-        self._largest[length] = (scale, good)
-        return good
+        found = largest_where(
+            lambda items: self.bound(items, length) <= budget, Strategy(allowed=Multiples(most=most))
+        )
+        items = max(1, found.value)
+        self._largest[length] = (scale, items)
+        return items
 
     def _check_alone(self, longest: int) -> None:
         needed = self.bound(1, longest)

@@ -14,7 +14,7 @@ from vramfit.gpus import GpuSpec
 from vramfit.planner.devices.cost import DeviceBackend, own_step_cost
 from vramfit.planner.live_choice import LiveModel, asked_about
 from vramfit.planner.planner_job import PredictBatchJob
-from vramfit.runtime.batch_search import BatchSearch, BatchTrial
+from vramfit.runtime.batch_search import BatchTrial, batch_search
 from vramfit.workload import to_device
 
 Progress = Callable[[str], None]
@@ -132,5 +132,6 @@ def largest_on(
         fits = cost.fits and cost.peak_reserved_bytes <= limit
         return BatchTrial(size=size, fits=fits, peak_bytes=cost.peak_reserved_bytes if fits else 0)
 
-    search = BatchSearch(run, start=first.start, most=first.most, predicted=False, limit_bytes=limit)
-    return PredictedBatch(size=search.largest(), runs=len(search.trials))
+    search = batch_search(run, start=first.start, most=first.most, predicted=False, limit_bytes=limit)
+    largest = search.run()
+    return PredictedBatch(size=largest.value, runs=len(largest.tries))

@@ -1,11 +1,11 @@
-"""The largest size of a workload that fits a device: by bracketing and bisection, a run for each try.
+"""The largest size of a workload that fits a device: a run for each try.
 
 It is looked for on the virtual GPU, where a try takes a second, and confirmed on the card where there is one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from vramfit.errors import UsageError
@@ -18,6 +18,9 @@ from vramfit.planner.search import PlanSearch
 from vramfit.planner.search_cache import Runs, SearchCache
 from vramfit.planner.search_clock import TIME_OVER, SearchClock, SearchStopped
 from vramfit.planner.workload_check import brief
+from vramfit.searching.largest import Largest, LargestSearch, Strategy, doubled_from, down_from
+from vramfit.searching.orders import first_of
+from vramfit.searching.tries import Tries
 from vramfit.techniques import with_choices
 from vramfit.techniques.micro_batching import batch_size_name
 from vramfit.units import format_bytes
@@ -121,7 +124,16 @@ class SizeSearch:
     host_limit: int | None = None
     clock: SearchClock = field(default_factory=SearchClock)
     failures: dict[int, str] = field(default_factory=dict)
-    _costs: dict[int, StepCost] = field(default_factory=dict)
+    _tries: Tries[int, StepCost] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Remember each run."""
+        self._tries = Tries(
+            self._cost,
+            progress=lambda value: self.progress(f"{self.name} {value:,}"),
+            check=self.clock.check,
+            failed=self._failed,
+        )
 
     def largest(self) -> LargestSize:
         """The largest value with which a step stays within the limit.
@@ -129,21 +141,23 @@ class SizeSearch:
         The value is doubled, or halved, until one fits and the next does not; then the interval is halved down to
         neighbours.
         """
-        low, high = bracket(self.fits, self.sizes[self.name])
-        best = self._costs.get(low)
+        largest = self.by(doubled_from(self.sizes[self.name], CEILING))
+        best = largest.answer
         failing = min(self.failures, default=0)
-        alone = 0 if low else self.device.step_cost(self.workload, self._sizes_at(1), None).total_bytes
+        alone = 0
+        if not largest.value:
+            alone = self.device.step_cost(self.workload, self._sizes_at(1), None).total_bytes
         return LargestSize(
             size=self.name,
             usual=self.sizes[self.name],
-            value=low,
-            failing=0 if low >= CEILING else high,
+            value=largest.value,
+            failing=largest.failing,
             total_bytes=0 if best is None else best.total_bytes,
             limit_bytes=self.limit,
             step_seconds=0.0 if best is None else best.step_seconds,
-            tries=self._tries(),
+            tries=_runs(largest),
             least_bytes=alone,
-            predicted=low,
+            predicted=largest.value,
             failure=f"{self.name} {failing:,} fails: {self.failures[failing]}" if failing else "",
         )
 
@@ -153,44 +167,40 @@ class SizeSearch:
         The first is tried first. Where it does not fit, steps down double until one does: predictions are near, and
         runs on a card are expensive.
         """
-        low, high, step = self.sizes[self.name], 0, 1
-        while low and not self.fits(low):
-            low, high, step = max(0, low - step), low, 2 * step
-        if high:
-            low, high = bisected(self.fits, low, high)
-        return low, high, self._tries()
+        largest = self.by(down_from(self.sizes[self.name]))
+        return largest.value, largest.failing, _runs(largest)
 
-    def fits(self, value: int) -> bool:
-        """Whether a step at this value stays within the limit."""
-        if value not in self._costs:
-            self.clock.check()
-            self.progress(f"{self.name} {value:,}")
-            try:
-                with self.clock.running():
-                    self._costs[value] = self.device.step_cost(
-                        self.workload, self._sizes_at(value), self.limit
-                    )
-            except Exception as error:  # a table of positions that ends, a check of the model's own
-                if value <= self.sizes[self.name]:
-                    raise
-                self.failures[value] = brief(error)
-                self._costs[value] = StepCost(fits=False, peak_allocated_bytes=0, peak_reserved_bytes=0)
-        cost = self._costs[value]
+    def by(self, strategy: Strategy) -> Largest[StepCost]:
+        """The largest value with which a step stays within the limit, looked for in one's own way."""
+        return LargestSearch(self._tries, self._fits, strategy).run()
+
+    def _fits(self, cost: StepCost) -> bool:
         return cost.fits and (self.host_limit is None or cost.host_bytes <= self.host_limit)
+
+    def _cost(self, value: int) -> StepCost:
+        with self.clock.running():
+            return self.device.step_cost(self.workload, self._sizes_at(value), self.limit)
+
+    def _failed(self, value: int, error: Exception) -> StepCost | None:
+        if value <= self.sizes[self.name]:
+            return None
+        self.failures[value] = brief(error)  # a table of positions that ends, a check of the model's own
+        return StepCost(fits=False, peak_allocated_bytes=0, peak_reserved_bytes=0)
 
     def _sizes_at(self, value: int) -> dict[str, int]:
         return {**self.sizes, self.name: value}
 
-    def _tries(self) -> tuple[Try, ...]:
-        return tuple(
-            Try(
-                value=value,
-                fits=self.fits(value),
-                total_bytes=cost.total_bytes,
-                step_seconds=cost.step_seconds,
-            )
-            for value, cost in self._costs.items()
+
+def _runs(largest: Largest[StepCost]) -> tuple[Try, ...]:
+    return tuple(
+        Try(
+            value=tried.value,
+            fits=tried.fits,
+            total_bytes=tried.answer.total_bytes,
+            step_seconds=tried.answer.step_seconds,
         )
+        for tried in largest.tries
+    )
 
 
 def with_card(found: LargestSize, check: CardCheck) -> LargestSize:
@@ -210,37 +220,6 @@ def with_card(found: LargestSize, check: CardCheck) -> LargestSize:
 
 CEILING = 1 << 24
 """No number above this is tried."""
-
-
-def bracket(holds: Callable[[int], bool], start: int, *, closer: int = 1) -> tuple[int, int]:
-    """The largest number that holds and its neighbour, which was seen not to; 0 and 1 where none holds.
-
-    At `CEILING` both are the same.
-
-    Args:
-        holds: whether it does for a number; where it does for one it has to for all below.
-        start: where to begin; 1 if it is less.
-        closer: how far apart the two may be.
-    """
-    low, high = 0, max(1, start)
-    while holds(high):
-        low = high
-        if high >= CEILING:
-            return low, high
-        high = min(2 * high, CEILING)
-    if low == 0:
-        while high > 1 and not holds(high // 2):
-            high //= 2
-        low = high // 2
-    return bisected(holds, low, high, closer=closer)
-
-
-def bisected(holds: Callable[[int], bool], low: int, high: int, *, closer: int = 1) -> tuple[int, int]:
-    """A number that holds and one that does not, no farther apart than `closer`, between two such."""
-    while high - low > closer:
-        middle = (low + high) // 2
-        low, high = (middle, high) if holds(middle) else (low, middle)
-    return low, high
 
 
 Progress = Callable[[str], None]
@@ -363,17 +342,18 @@ class _Growing:
                 raise
             lean = error.plan
             self.closest = error
-        value = max(1, self._largest(request.sizes[name], lean))
-        step = 1
+        largest = max(1, self._largest(request.sizes[name], lean))
         known = first.candidates.known_micro_batching
-        while isinstance(found := self._planned(value, lean, known), NothingFits):
+        planned = first_of(
+            _downwards(largest),
+            lambda size: self._planned(size, lean, known),
+            lambda plan: bool(self.clock.stopped) or not isinstance(plan, NothingFits),
+        )
+        if isinstance(planned.answer, NothingFits):
             if self.clock.stopped and self.best is not None:
                 return
-            if value <= 1 or self.clock.stopped:
-                raise found
-            value = max(1, min(value - 1, value - value * step // _CLOSE))
-            step *= 2
-        self.best = found
+            raise planned.answer
+        value, self.best = planned.candidate, planned.answer
         for _ in range(_GROWTHS):
             # The lowest peak may be more fragmented than a higher one: each plan has a largest size of its own.
             larger = self._largest(value, self.best[1])
@@ -409,7 +389,7 @@ class _Growing:
             clock=self.clock,
             failures=self.failures,
         )
-        return bracket(search.fits, start, closer=max(1, start // _CLOSE))[0]
+        return search.by(doubled_from(start, CEILING, closer=max(1, start // _CLOSE))).value
 
     def _planned(
         self, value: int, like: Plan, micro_batching: MicroBatchVerdict | None
@@ -424,6 +404,15 @@ class _Growing:
             return search, search.plan()
         except NothingFits as error:
             return error
+
+
+def _downwards(value: int) -> Iterator[int]:
+    """A value and smaller ones down to 1, by steps that double."""
+    step = 1
+    while value > 1:
+        yield value
+        value, step = max(1, min(value - 1, value - value * step // _CLOSE)), 2 * step
+    yield value
 
 
 def grown_size(request: PlanRequest) -> str:

@@ -2,7 +2,7 @@
 
 NOTE [How it is found]: memory is not added up but measured: the user's example is run on the virtual GPU with a
 candidate's layers on the card, and its cache, activations and workspaces are in the peak as they are in the real run.
-The peak with no layer kept says about how many can stay, and a bisection from there how many do.
+The peak with no layer kept says about how many can stay, its neighbour comes next, and then the interval is halved.
 """
 
 from __future__ import annotations
@@ -20,6 +20,10 @@ from vramfit.inference.streaming.weight_placement import LayerPlace, PlacedLayer
 from vramfit.inference.streaming.weight_stream import StreamCounts, StreamedLayer
 from vramfit.planner.devices.cost import DeviceBackend, own_step_cost
 from vramfit.planner.planner_job import DeviceMemory
+from vramfit.searching.allowed import Multiples
+from vramfit.searching.largest import LargestSearch, Strategy
+from vramfit.searching.orders import first_of
+from vramfit.searching.tries import Tries
 from vramfit.techniques import Choice
 from vramfit.techniques.core.surround import surroundings_of
 from vramfit.techniques.support.blocks import find_blocks
@@ -199,13 +203,18 @@ class _Search:
         progress: Progress,
     ) -> None:
         self.device, self.make_model, self.question = device, make_model, question
-        self.memory, self.limit, self.progress = memory, memory.budget, progress
+        self.memory, self.limit = memory, memory.budget
         model = make_model()
         self.layers, self.singles = candidate_layers(model)
         tensors = [*model.parameters(), *model.buffers()]
         self.weights = sum({id(tensor): tensor.nbytes for tensor in tensors}.values())
         del model, tensors
-        self.seen: dict[tuple[frozenset[str], int], PlacementRun] = {}
+        self.tries: Tries[tuple[tuple[str, ...], int], PlacementRun] = Tries(
+            lambda placement: self._run(*placement),
+            progress=lambda placement: progress(
+                f"{len(self.layers) - len(placement[0])} of {len(self.layers)} layers on the card"
+            ),
+        )
 
     # -- the search ----------------------------------------------------------------------------------------------
 
@@ -213,24 +222,23 @@ class _Search:
         """The run that leaves the most on the card."""
         if self.question.never or self.weights <= self.limit:
             plain = self.run((), 0)
-            if plain.reserved <= self.limit:
+            if self._fits(plain):
                 return plain
             if self.question.never:
                 raise self._does_not_fit(plain)
         _refuse(self.layers, self.weights, self.limit)
         least = self._least()
-        kept, best = self._bisect(least)
+        kept, best = self._most_kept(least)
         best = self._filled(kept, best)
         return self._with_third_slot(kept, best)
 
     def _least(self) -> PlacementRun:
         """The run with every layer on the host."""
-        least = None
-        for slots in (2, 1) if self.question.slots is None else (self.question.slots,):
-            least = self._with_all_waiting(slots)
-            if least.reserved <= self.limit:
-                return least
-        assert least is not None
+        numbers = (2, 1) if self.question.slots is None else (self.question.slots,)
+        tried = first_of(numbers, self._with_all_waiting, self._fits)
+        least = tried.answer
+        if tried.enough:
+            return least
         raise UsageError(
             f"with {least.slots} of {len(self.layers)} layers on the card at once the example reserves "
             f"{format_bytes(least.reserved)}, more than the budget of {format_bytes(self.limit)}: "
@@ -255,31 +263,19 @@ class _Search:
             self.singles = frozenset()
             return self.run(tuple(self.layers), slots)
 
-    def _bisect(self, least: PlacementRun) -> tuple[list[str], PlacementRun]:
+    def _most_kept(self, least: PlacementRun) -> tuple[list[str], PlacementRun]:
         """The layers that stay, and the run with them."""
         order = self._order(least)
         room, guess = self.limit - least.reserved, 0
         while guess < len(order) and self.layers[order[guess]] <= room:
             room -= self.layers[order[guess]]
             guess += 1
-        low, high, best = (
-            0,
-            len(order),
-            least,
-        )  # with all it is known not to fit, or to be left to the plain run
-        probe = min(guess, high - 1)
-        near = 2
-        while high - low > 1:
-            probe = min(max(probe, low + 1), high - 1)
-            run = self.run(self._waiting(order[:probe]), least.slots)
-            if run.reserved <= self.limit:
-                low, best = probe, run
-            else:
-                high = probe
-            near -= 1
-            following = low + 1 if run is best else high - 1
-            probe = following if near > 0 else (low + high) // 2
-        return order[:low], best
+        # With all it is known not to fit, or to be left to the plain run.
+        strategy = Strategy(allowed=Multiples(most=len(order) - 1), start=guess, steps=(1,), fails_above=True)
+        most = LargestSearch(
+            lambda count: self.run(self._waiting(order[:count]), least.slots), self._fits, strategy
+        ).run()
+        return order[: most.value], most.answer or least
 
     def _order(self, least: PlacementRun) -> list[str]:
         """The layers in the order in which they are kept: what would cross most often for its bytes first."""
@@ -303,7 +299,7 @@ class _Search:
             room = self.limit - best.reserved
             more = next((name for name in reversed(smaller) if self.layers[name] <= room), smaller[0])
             run = self.run(self._waiting([*kept, more]), best.slots)
-            if run.reserved <= self.limit:
+            if self._fits(run):
                 kept.append(more)
                 best = run
             else:
@@ -327,7 +323,7 @@ class _Search:
         if room < best.slot_bytes:
             return best
         run = self.run(self._waiting(fewer), 3)
-        return run if run.reserved <= self.limit and run.seconds < best.seconds else best
+        return run if self._fits(run) and run.seconds < best.seconds else best
 
     def _held(self, run: PlacementRun) -> int:
         """Bytes of weights on the card in a run with all layers waiting."""
@@ -351,13 +347,10 @@ class _Search:
 
     def run(self, streamed: tuple[str, ...], slots: int) -> PlacementRun:
         """Run the example twice with these layers on the host."""
-        slots = min(slots, len(streamed))
-        key = frozenset(streamed), slots
-        if key not in self.seen:
-            kept = len(self.layers) - len(streamed)
-            self.progress(f"{kept} of {len(self.layers)} layers on the card")
-            self.seen[key] = self._run(streamed, slots)
-        return self.seen[key]
+        return self.tries((streamed, min(slots, len(streamed))))
+
+    def _fits(self, run: PlacementRun) -> bool:
+        return run.reserved <= self.limit
 
     def _run(self, streamed: tuple[str, ...], slots: int) -> PlacementRun:
         seen: list[tuple[StreamCounts, int]] = []
@@ -397,7 +390,9 @@ class _Search:
 
     def placement(self, run: PlacementRun) -> WeightPlacement:
         """The decision for a run."""
-        whole = next((one for one in self.seen.values() if len(one.streamed) == len(self.layers)), run)
+        whole = next(
+            (one for one in self.tries.answers.values() if len(one.streamed) == len(self.layers)), run
+        )
         calls = {**self._calls(whole), **{name: n for name, n in self._calls(run).items() if n}}
         waiting = set(run.streamed)
         return WeightPlacement(
@@ -420,7 +415,7 @@ class _Search:
             carried_bytes=0 if run.counts is None else run.counts.nbytes,
             transfer_seconds=self._transfer_seconds(run),
             seconds=run.seconds,
-            runs=len(self.seen),
+            runs=len(self.tries),
         )
 
 

@@ -16,10 +16,12 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import product
 
 from vramfit.inference.tile_grid import blended_axis, exact_axis
+from vramfit.searching.orders import go_by
+from vramfit.searching.tries import Tries
 
 Progress = Callable[[str], None]
 
@@ -188,41 +190,43 @@ def _about_even(tile: Sequence[int], shape: Sequence[int]) -> bool:
     return all(side * _LONGEST >= min(longest, size) for side, size in zip(tile, shape, strict=True))
 
 
-@dataclass(slots=True)
 class TileSearch:
-    """A search for the quickest tile.
+    """The quickest of some tiles: which one is to be run next.
 
     Args:
         options: to choose from.
         cost: runs one.
         limit: bytes that the device may take.
-        runs: how many may be run.
     """
 
-    options: Sequence[TileOption]
-    cost: Callable[[TileOption], TileCost]
-    limit: int
-    progress: Progress = lambda _text: None
-    runs: int = _MOST_RUNS
-    seen: dict[TileOption, TileCost] = field(default_factory=dict)
+    def __init__(
+        self,
+        options: Sequence[TileOption],
+        cost: Callable[[TileOption], TileCost],
+        limit: int,
+        progress: Progress = lambda _text: None,
+    ) -> None:
+        self._options, self._limit = options, limit
+        self._tries = Tries(cost, progress=lambda option: progress(option.words))
+
+    @property
+    def seen(self) -> Mapping[TileOption, TileCost]:
+        """What was run, in order."""
+        return self._tries.answers
 
     def best(self) -> tuple[TileOption, TileCost] | None:
         """The quickest tile that was run and fits; None where none does."""
         for option in self._first():
-            self._run(option)
-        patience = _PATIENCE
-        while len(self.seen) < self.runs and patience:
-            following = self._promising(self.limit) or self._promising(self.limit * (1 + _SLACK))
-            if following is None:
-                break
-            before = self._best_seconds()
-            self._run(following)
-            patience = _PATIENCE if self._best_seconds() < before else patience - 1
+            self._tries(option)
+        go_by(
+            self._tries,
+            lambda: self._promising(self._limit) or self._promising(self._limit * (1 + _SLACK)),
+            _seconds,
+            most=_MOST_RUNS,
+            patience=_PATIENCE,
+        )
         fitting = [(option, cost) for option, cost in self.seen.items() if cost.fits]
         return min(fitting, key=lambda found: (found[1].seconds, found[1].total_bytes), default=None)
-
-    def _best_seconds(self) -> float:
-        return min((cost.seconds for cost in self.seen.values() if cost.fits), default=math.inf)
 
     @property
     def smallest(self) -> tuple[TileOption, TileCost]:
@@ -231,17 +235,13 @@ class TileSearch:
 
     def _first(self) -> list[TileOption]:
         """The smallest, to know whether anything fits, and one that is somewhat larger, to tell how it goes on."""
-        ordered = sorted(self.options, key=lambda option: option.elements)
+        ordered = sorted(self._options, key=lambda option: option.elements)
         more = [option for option in ordered if option.elements >= 4 * ordered[0].elements]
         return list(dict.fromkeys((ordered[0], more[0] if more else ordered[-1])))
 
-    def _run(self, option: TileOption) -> None:
-        self.progress(option.words)
-        self.seen[option] = self.cost(option)
-
     def _promising(self, limit: float) -> TileOption | None:
         """What is told to stay within a limit and to be quicker than all that was run, or nearly; None without any."""
-        enough = self._best_seconds() * (1 + _NEAR)
+        enough = min(map(_seconds, self.seen.values()), default=math.inf) * (1 + _NEAR)
         points = sorted(
             (known.elements, float(cost.total_bytes), cost.seconds / known.calls)
             for known, cost in self.seen.items()
@@ -249,13 +249,17 @@ class TileSearch:
         sizes = {elements: size for elements, size, _ in points}  # of several the largest
         calls = {elements: seconds for elements, _, seconds in points}
         best: tuple[TileOption | None, float] = (None, math.inf)
-        for option in self.options:
+        for option in self._options:
             if option in self.seen or _between(sizes, option.elements) > limit:
                 continue
             seconds = _between(calls, option.elements) * option.calls
             if seconds < min(best[1], enough):
                 best = option, seconds
         return best[0]
+
+
+def _seconds(cost: TileCost) -> float:
+    return cost.seconds if cost.fits else math.inf
 
 
 def _between(curve: Mapping[int, float], at: float) -> float:

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from vramfit.errors import OutOfMemory, VramfitError
-from vramfit.runtime.batch_search import BatchSearch, BatchTrial
+from vramfit.runtime.batch_search import BatchTrial, batch_search
 from vramfit.runtime.survival.leftovers import Recovery, memory_now, release_workspaces
 from vramfit.runtime.survival.rank_votes import RankVotes, unsynchronised, votes_for
 from vramfit.runtime.training_state import TrainingState
@@ -110,27 +110,26 @@ def find_largest_batch(subject: TrialSubject, settings: SearchSettings, predicte
     """
     trials = _Trials(subject, settings)
     predicted = trials.agreed_least(predicted)
-    search = BatchSearch(
+    largest = batch_search(
         trials.run,
         start=predicted or settings.start,
         most=settings.most,
         predicted=predicted > 0,
         limit_bytes=trials.limit_bytes,
-    )
-    size = search.largest()
+    ).run()
     left = trials.left_bytes()
     if left:
         _log.warning("%d bytes stay on the device that were not there before: the step keeps them", left)
-    if not size:
+    if not largest.value:
         raise OutOfMemory(
-            f"not even a batch of {search.high} fits: {trials.message}",
+            f"not even a batch of {largest.failing} fits: {trials.message}",
             "Let vramfit.plan make it fit, or free the device",
         )
     return LargestBatch(
-        size=size,
-        failing=search.high if search.high <= settings.most else 0,
+        size=largest.value,
+        failing=largest.failing,
         predicted=predicted,
-        trials=tuple(search.trials),
+        trials=tuple(tried.answer for tried in largest.tries),
         left_bytes=left,
     )
 

@@ -14,21 +14,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vramfit.arguments import size_argument
 from vramfit.errors import UsageError, VramfitError
 from vramfit.failure_line import failure_line
 from vramfit.launch.job import tell
+from vramfit.searching.largest import LargestSearch
+from vramfit.searching.tries import Tries
 from vramfit.stress.stability import Limit, LimitReason, Round, RoundOutcome
-from vramfit.stress.stress_run import CEILING, CYCLES, StressJob, StressResult, Vary, chosen, cycle_of
+from vramfit.stress.stress_run import CYCLES, StressJob, StressResult, Vary, chosen, cycle_of
 from vramfit.workload import State, Workload, load_workload
 
 if TYPE_CHECKING:
     from vramfit.record.cpu_recorder import CpuRecorder
-
-_COARSE = 32
-"""A limit is found to within a part in so many of its value: nobody needs a sequence length to the token."""
 
 
 class Memory(ABC):
@@ -232,72 +231,20 @@ class Stress:
 
     def limit(self, one: Vary, usual: dict[str, int]) -> Limit:
         """The largest value of a size that fits: doubled until it does not, then halved in between."""
-        rounds: list[Round] = []
-        start = one.nearest(usual[one.name])
-        ceiling = one.high or CEILING
-        tried: dict[int, RoundOutcome] = {}
-
-        def fitting(value: int) -> bool:
-            self.tell(f"limit of {one.name}", value, 0)
-            found = self.probe({**usual, one.name: value})
-            rounds.append(found)
-            tried[value] = found.outcome
-            return found.fits
-
-        low, high = self._bracket(one, start, ceiling, fitting)
-        low = self._between(one, low, high, fitting)
-        failing = min(
-            (value for value, outcome in tried.items() if outcome is not RoundOutcome.FITS), default=None
+        tries: Tries[int, Round] = Tries(
+            lambda value: self.probe({**usual, one.name: value}),
+            progress=lambda value: self.tell(f"limit of {one.name}", value, 0),
         )
-        reason = LimitReason.NOT_REACHED if failing is None else LimitReason[tried[failing].name]
+        largest = LargestSearch(tries, lambda tried: tried.fits, one.strategy(usual[one.name])).run()
+        failing = largest.failing or None
         return Limit(
             name=one.name,
             usual=usual[one.name],
-            largest=low,
+            largest=largest.value,
             failing=failing,
-            reason=reason,
-            rounds=tuple(rounds),
+            reason=LimitReason.NOT_REACHED if failing is None else LimitReason[tries(failing).outcome.name],
+            rounds=tuple(tries.answers.values()),
         )
-
-    @staticmethod
-    def _bracket(one: Vary, start: int, ceiling: int, fitting: Any) -> tuple[int, int | None]:
-        """The largest value seen to fit (0 if none), and the smallest seen not to."""
-        value, low, high = start, 0, None
-        while True:
-            if fitting(value):
-                low = value
-                if high is not None or value >= ceiling:
-                    return low, high
-                value = one.nearest(min(ceiling, value * 2)) if not one.values else _next(one.values, value)
-            else:
-                high = value
-                if low:
-                    return low, high
-                below = one.nearest(value // 2)
-                if value <= (one.low or 1) or below >= value:
-                    return 0, high
-                value = below
-
-    @staticmethod
-    def _between(one: Vary, low: int, high: int | None, fitting: Any) -> int:
-        while low and high is not None:
-            middle = one.nearest((low + high) // 2) if not one.values else _middle(one.values, low, high)
-            if middle <= low or middle >= high or high - low <= max(1, low // _COARSE):
-                return low
-            if fitting(middle):
-                low = middle
-            else:
-                high = middle
-        return low
-
-
-def _next(values: tuple[int, ...], value: int) -> int:
-    return next((one for one in values if one > value), value)
-
-
-def _middle(values: tuple[int, ...], low: int, high: int) -> int:
-    between = [one for one in values if low < one < high]
-    return between[len(between) // 2] if between else low
 
 
 @contextlib.contextmanager

@@ -16,6 +16,8 @@ from vramfit.gpus import GpuSpec
 from vramfit.launch.job import Job, failure_of, has_answered, listening, result_of
 from vramfit.launch.starting import call
 from vramfit.options.run_options import RunOptions
+from vramfit.searching.allowed import Allowed, Listed, Multiples
+from vramfit.searching.largest import Strategy
 from vramfit.stress.stability import Limit, Round, StressReport, stability
 from vramfit.torch_internals.releases import refuse_older
 from vramfit.trace import Run, RunWarning, Source
@@ -26,6 +28,9 @@ CYCLES = 4
 """How often the sizes repeat, unless a number of rounds is given: enough to see a trend."""
 CEILING = 1 << 20
 """A ramp without an upper end stops here."""
+
+_COARSE = 32
+"""A limit is found to within a part in so many of its value: nobody needs a sequence length to the token."""
 
 _SHARES = (2, 9, 4, 11, 1, 14, 7, 16)
 """Sizes of a cycle, in sixteenths of the largest: small and large alternate, and the large ones ramp up."""
@@ -75,6 +80,18 @@ class Vary:
         if self.values:
             return max((one for one in self.values if one <= value), default=self.values[0])
         return max(self.low or 1, min(value, self.high or value))
+
+    def strategy(self, usual: int) -> Strategy:
+        """How the largest value is looked for.
+
+        Args:
+            usual: the value to begin with.
+        """
+        start = self.nearest(usual)
+        allowed: Allowed = Multiples(least=self.low or 1, most=self.high or max(CEILING, start))
+        if self.values:
+            allowed = Listed(self.values)
+        return Strategy(allowed=allowed, start=start, part=_COARSE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

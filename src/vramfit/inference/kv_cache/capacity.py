@@ -19,6 +19,7 @@ from vramfit.inference.kv_cache.cache_layout import CacheLayout, LayerGroup, dec
 from vramfit.inference.kv_cache.cache_memory import PoolKey, pool_key
 from vramfit.inference.kv_cache.cached_batch import Reading
 from vramfit.inference.kv_cache.scratch import expected_columns
+from vramfit.searching.largest import halved, largest_where
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,13 +107,10 @@ def sequences_that_fit(
         budget=limit,
     )
     # All parts grow with the batch, so the largest that fits is found by halving.
-    low, high = 0, len(lengths)
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (
-            (middle, high) if plan.capacity(lengths[:middle]).total_bytes <= limit else (low, middle - 1)
-        )
-    return plan.capacity(lengths[:low])
+    largest = largest_where(
+        lambda count: plan.capacity(lengths[:count]).total_bytes <= limit, halved(len(lengths))
+    )
+    return plan.capacity(lengths[: largest.value])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from vramfit.runtime.controller.peak_quantile import PeakQuantile, QuantileSettings
+from vramfit.searching.largest import halved, largest_where
 
 CONTEXT_BYTES = 256 << 20
 """What comes with a neighbour at least: its CUDA context, of 300 to 600 MiB on the cards of the catalogue."""
@@ -143,20 +144,15 @@ class SizePolicy:
 
     def _largest(self, mode: StepMode, room: float, length: int) -> StepSize:
         """The most items whose bound is within the room; 1 where none is."""
-        settings, known = self._settings, self._peaks[mode.name]
+        settings = self._settings
         seen = max(peak.most_tokens for peak in self._peaks.values())
         limit = settings.most
         if seen:
             limit = min(limit, max(1, int(settings.growth * seen / length)))
         else:
             limit = min(limit, settings.start)
-        low, high = 0, limit + 1
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self._bound(mode, middle, length) <= room else (low, middle)
-        items = max(1, low)
-        if not known.count and seen and low < 1:
-            items = 1
+        largest = largest_where(lambda items: self._bound(mode, items, length) <= room, halved(limit))
+        items = max(1, largest.value)
         return StepSize(items=items, mode=mode, bound_bytes=round(self._bound(mode, items, length)))
 
     def _bound(self, mode: StepMode, items: int, length: int) -> float:

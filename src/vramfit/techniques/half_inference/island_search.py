@@ -21,6 +21,8 @@ from torch import nn
 
 from vramfit.arguments import number_argument, shown
 from vramfit.errors import UsageError
+from vramfit.searching.allowed import Multiples
+from vramfit.searching.largest import Strategy, largest_where
 from vramfit.techniques.core.attached_program import AttachedProgram
 from vramfit.techniques.core.forward_trace import ForwardTrace, trace_forward
 from vramfit.techniques.half_inference.half_program import (
@@ -141,11 +143,11 @@ class _Search:
 
     def _fewest(self, ranked: Sequence[str]) -> tuple[str, ...]:
         """As many of the worst as are needed."""
-        count = 1
-        while count < len(ranked) and self._error(tuple(ranked[:count])) > self.tolerance:
-            count *= 2
-        enough, few = min(count, len(ranked)), count // 2
-        if not ranked or self._error(tuple(ranked[:enough])) > self.tolerance:
+        too_few = largest_where(
+            lambda count: self._error(tuple(ranked[:count])) > self.tolerance,
+            Strategy(allowed=Multiples(most=len(ranked))),
+        ).value
+        if too_few == len(ranked):
             error = self._error(tuple(ranked))
             raise IslandSearchError(
                 f"the outputs in {_short(self.dtype)} differ by {error:.2g} of their norm whatever module stays in "
@@ -153,13 +155,7 @@ class _Search:
                 "Use another type, or allow more with tolerance",
                 refuted=True,
             )
-        while enough - few > 1:
-            middle = (enough + few) // 2
-            if self._error(tuple(ranked[:middle])) <= self.tolerance:
-                enough = middle
-            else:
-                few = middle
-        return tuple(ranked[:enough])
+        return tuple(ranked[: too_few + 1])
 
     def _check_worth(self, islands: tuple[str, ...]) -> None:
         """Make sure that something is left in half precision."""
