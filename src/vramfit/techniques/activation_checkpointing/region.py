@@ -34,9 +34,9 @@ from torch.utils.checkpoint import checkpoint
 
 from vramfit.errors import UsageError
 from vramfit.techniques.activation_checkpointing.op_facts import Keeping
-from vramfit.techniques.core.forward_state import ForwardState
 from vramfit.torch_internals.layers import NormBase
 from vramfit.torch_internals.pytree import tree_flatten, tree_map_only, tree_unflatten
+from vramfit.training_state.forward_state import ForwardState
 
 _LOOKS = 2
 """Calls in which a block writes nothing, until it is taken to write nothing ever."""

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from vramfit.errors import UsageError
-from vramfit.techniques.core.forward_state import ForwardState
 from vramfit.torch_internals.layers import BatchNorm
+from vramfit.training_state.forward_state import ForwardState
 
 _LOOKS = 2
 """Batches in which a write that nobody named is looked for."""
