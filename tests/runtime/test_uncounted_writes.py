@@ -215,7 +215,7 @@ def test_many_modules_count_once() -> None:
 
 
 def test_what_is_too_much_to_look_at_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reach, "MOST", 100)
+    monkeypatch.setattr(reach, "STEP", dataclasses.replace(reach.STEP, most=100))
     with pytest.raises(
         torch.OutOfMemoryError, match="cannot be called again: it moves perhaps one of the objects"
     ):

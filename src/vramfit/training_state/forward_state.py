@@ -148,11 +148,6 @@ class ForwardState:
             return copy.values.expand_as(value) if copy.values.shape != value.shape else copy.values
         return _state_of(value)
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Of all values that were noted."""
-        return tuple(self._values)
-
     def value(self, name: str) -> Any:
         """A value as it was noted; `MISSING` where there was none."""
         return self._values.get(name, MISSING)

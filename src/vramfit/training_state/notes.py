@@ -149,7 +149,8 @@ class TensorsNote:
         copying: Copying = where_it_is,
     ) -> None:
         with torch.no_grad():
-            self._copies = {id(tensor): TensorCopy.of(tensor, copying) for tensor in copied}
+            each = {id(tensor): tensor for tensor in copied}
+            self._copies = {key: TensorCopy.of(tensor, copying) for key, tensor in each.items()}
         self._watched = watched
         self._versions = list(map(version_of, watched))
         self._gradients = GradientsNote(one for one in watched if one.requires_grad)

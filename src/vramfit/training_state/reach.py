@@ -4,7 +4,7 @@ NOTE [Reach]: a step moves more than its arguments say: an attribute of the mode
 weights, an optimizer of its own. So everything is followed that a function can name: the cells of its closure, the
 globals in its code, the object that it is bound to, the attributes of all of these, and the same of the functions that
 those hold. Libraries' own code is not read, but the attributes of their objects are. The walk goes breadth first, so
-that what is near is certain to be seen, and ends at `MOST` objects.
+that what is near is certain to be seen, and ends at as many objects as the scope says.
 """
 
 from __future__ import annotations
@@ -44,9 +44,6 @@ from vramfit.training_state.container_kinds import (
 from vramfit.training_state.program_code import called, names_in
 from vramfit.training_state.random_generators import is_generator
 from vramfit.training_state.scope import STEP, Scope
-
-MOST = 100_000
-"""Objects that are looked at."""
 
 PLAIN = (int, float, complex, bool, str, bytes, type(None))
 """Values that are compared as they are."""
@@ -189,7 +186,7 @@ class _Walk:
         self._far: list[tuple[Any, Label]] = []
 
     def follow(self, roots: Iterable[tuple[Any, Label]]) -> None:
-        """Look at everything that the roots lead to, as far as `MOST` allows; at last at what is far."""
+        """Look at everything that the roots lead to, as far as the scope allows; at last at what is far."""
         self._near(roots)
         if self._far:
             near, self.found, far = self.found, Reached(), self._far
@@ -211,7 +208,7 @@ class _Walk:
         count = 0
         while self._waiting:
             count += 1
-            if count > MOST:
+            if count > self._scope.most:
                 self.found.whole = False
                 return
             self._look_at(*self._waiting.popleft())

@@ -28,6 +28,7 @@ class Scope:
             normalised weight of ``weight_norm``.
         installed: whether the code of installed packages is read, but for `_LIBRARIES` and Python's own.
         foreign: packages of whose objects the attributes are not looked at, but for modules of torch.
+        most: objects that are looked at.
         near: entries of a container from which on what they hold is data, and no state.
         far: whether what longer containers hold is looked at all the same, apart from the rest.
         largest: values of a tensor, or bytes of an array, outside of modules from which on it is data.
@@ -37,6 +38,7 @@ class Scope:
     layers: bool
     installed: bool
     foreign: frozenset[str]
+    most: int
     near: int
     far: bool
     largest: int = sys.maxsize
@@ -59,11 +61,18 @@ class Scope:
         )
 
 
-STEP = Scope(trains=True, layers=False, installed=False, foreign=_LOOPS, near=10_000, far=True)
+STEP = Scope(trains=True, layers=False, installed=False, foreign=_LOOPS, most=100_000, near=10_000, far=True)
 """What a whole step moves. It is noted before every step: of very long containers what they hold is looked at now and
 then only."""
 
 FORWARD = Scope(
-    trains=False, layers=True, installed=True, foreign=_LIBRARIES, near=100_000, far=False, largest=1 << 24
+    trains=False,
+    layers=True,
+    installed=True,
+    foreign=_LIBRARIES,
+    most=sys.maxsize,
+    near=100_000,
+    far=False,
+    largest=1 << 24,
 )
 """What a forward pass writes beside gradients."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch import nn
 
 Copying = Callable[[torch.Tensor], torch.Tensor]
 """Gives a copy of a tensor's values; where it lies is up to who asks for it."""
@@ -13,6 +15,21 @@ Copying = Callable[[torch.Tensor], torch.Tensor]
 def version_of(tensor: torch.Tensor) -> int:
     """Autograd's count of writes to a tensor; -1 where none is kept, as in inference mode."""
     return -1 if tensor.is_inference() else tensor._version
+
+
+def buffer_writes(model: nn.Module, without: type[Any]) -> dict[str, tuple[int, int]]:
+    """Which buffer each name of a model has, as its ``id``, and autograd's count of writes to it.
+
+    Args:
+        without: kind of modules whose buffers are left out.
+    """
+    return {
+        f"{path}.{name}" if path else name: (id(buffer), buffer._version)
+        for path, module in model.named_modules()
+        if not isinstance(module, without)
+        for name, buffer in module._buffers.items()
+        if buffer is not None and not buffer.is_inference()
+    }
 
 
 def where_it_is(tensor: torch.Tensor) -> torch.Tensor:

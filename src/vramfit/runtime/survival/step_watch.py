@@ -23,7 +23,8 @@ from vramfit.training_state.check_sums import CheckSums
 from vramfit.training_state.container_kinds import MAPPING
 from vramfit.training_state.declared import DeclaredState
 from vramfit.training_state.notes import FarNote, StateNote, Unrestored
-from vramfit.training_state.reach import MOST, Reached, reached_from
+from vramfit.training_state.reach import Reached, reached_from
+from vramfit.training_state.scope import STEP
 from vramfit.training_state.tensor_values import version_of
 from vramfit.units import format_bytes
 
@@ -146,7 +147,7 @@ class StepWatch:
         words += [_FAR] if far_moves else []
         if not self._reached.whole:
             words.append(
-                f"perhaps one of the objects that were not looked at: more than {MOST:,} are in its reach"
+                f"perhaps one of the objects that were not looked at: more than {STEP.most:,} are in its reach"
             )
         new = [one for one in dict.fromkeys(words) if one not in self.problems]
         self.problems += new
