@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import dataclasses
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -14,8 +15,8 @@ from tests.runtime.faults import Faults
 from torch import nn
 
 import vramfit
-from vramfit.runtime.state import reach
-from vramfit.runtime.state.check_sums import check_sum
+from vramfit.training_state import reach
+from vramfit.training_state.check_sums import check_sum
 
 STEPS, FAILING = 6, 3
 
@@ -177,7 +178,7 @@ def _linear() -> nn.Module:
 def test_what_is_written_is_put_back(
     kind: Callable[[], Callable[[int], float]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reach, "LONG", 50)
+    monkeypatch.setattr(reach, "STEP", dataclasses.replace(reach.STEP, near=50))
     plain = _trained(kind, _linear, fails=False)
     assert all(map(torch.equal, _trained(kind, _linear, fails=True), plain))
 
@@ -193,7 +194,7 @@ def test_what_is_written_is_put_back(
 def test_what_is_first_written_where_memory_runs_out_is_refused(
     kind: Callable[[], Callable[[int], float]], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reach, "LONG", 50)
+    monkeypatch.setattr(reach, "STEP", dataclasses.replace(reach.STEP, near=50))
     with pytest.raises(torch.OutOfMemoryError, match=f"cannot be called again: it moves {words}"):
         _trained(kind, _linear, fails=True)
 
@@ -214,7 +215,7 @@ def test_many_modules_count_once() -> None:
 
 
 def test_what_is_too_much_to_look_at_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reach, "MOST", 100)
+    monkeypatch.setattr(reach, "STEP", dataclasses.replace(reach.STEP, most=100))
     with pytest.raises(
         torch.OutOfMemoryError, match="cannot be called again: it moves perhaps one of the objects"
     ):

@@ -17,8 +17,9 @@ from torch import nn
 
 import vramfit
 from vramfit.errors import UsageError
-from vramfit.runtime.state.reach import reached_from
 from vramfit.runtime.survival.slice_copy import SliceCopy
+from vramfit.training_state.container_kinds import MAPPING
+from vramfit.training_state.reach import reached_from
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*complex.*")
 
@@ -289,7 +290,7 @@ def test_what_functions_name_is_reached() -> None:
         table[0] += 1
 
     found = reached_from([loss])
-    assert any(one is counts for one in found.mappings)
+    assert any(one is counts for one in found.of(MAPPING))
     assert any(one is hidden for one in found.tensors)
     assert any(one is table for one in found.arrays)
     assert any(one is chance for one in found.generators)

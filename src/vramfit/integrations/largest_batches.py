@@ -17,7 +17,7 @@ from vramfit.api.largest_batch_api import largest_batch
 from vramfit.errors import UsageError
 from vramfit.integrations.plan_callbacks import put
 from vramfit.runtime.largest_batch import LargestBatch, sized
-from vramfit.techniques.core.random_generators import GeneratorStates
+from vramfit.training_state.random_generators import GeneratorStates
 from vramfit.workload import to_device
 
 _LOOKED_AT = 10_000

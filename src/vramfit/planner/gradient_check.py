@@ -41,9 +41,9 @@ from vramfit.techniques import (
     setting_to_plain,
     with_choices,
 )
-from vramfit.techniques.core.forward_state import Written
 from vramfit.techniques.gradient_caching import GradientCachingSetting
 from vramfit.techniques.micro_batching import MicroBatchingSetting, batch_size_name
+from vramfit.training_state.forward_state import Written
 from vramfit.units import counted
 from vramfit.workload import Workload
 

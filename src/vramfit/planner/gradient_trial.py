@@ -13,9 +13,9 @@ from torch import nn
 from vramfit.errors import UsageError
 from vramfit.planner.piece_rules import PieceRules
 from vramfit.planner.seeding import seed_all
-from vramfit.techniques.core.forward_state import ForwardState, Written, only_written
 from vramfit.techniques.micro_batching import MicroBatchingSetting, Reduction, Splitter
 from vramfit.techniques.support.batch_cut import Cut
+from vramfit.training_state.forward_state import ForwardState, Written, only_written
 from vramfit.workload import Batch, Workload
 from vramfit.workload.containers import mapped
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from vramfit.techniques.core.forward_state import Written, attribute_of, same_values
+from vramfit.training_state.forward_state import Written, attribute_of, same_values
 
 _OF_CHANGE, _OF_VALUE = 1e-4, 1e-6
 """Parts of a value's change, and of the value, by which 32 bits may round it."""

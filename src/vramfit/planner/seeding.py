@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import torch
 
-from vramfit.techniques.core.random_generators import GeneratorStates
+from vramfit.training_state.random_generators import GeneratorStates
 
 
 def seed_all(seed: int) -> None:

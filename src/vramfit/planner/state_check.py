@@ -10,15 +10,15 @@ import torch
 
 from vramfit.planner.seeding import generators_kept, seed_all
 from vramfit.techniques import Numerics
-from vramfit.techniques.core.forward_state import (
-    MISSING,
+from vramfit.techniques.support.promised_errors import allowed_error
+from vramfit.training_state.container_kinds import MISSING
+from vramfit.training_state.forward_state import (
     ForwardState,
     Written,
     attribute_of,
     only_written,
     same_values,
 )
-from vramfit.techniques.support.promised_errors import allowed_error
 from vramfit.workload import Workload, to_device
 
 

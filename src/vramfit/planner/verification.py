@@ -37,12 +37,12 @@ from vramfit.planner.plans import Plan
 from vramfit.planner.seeding import generators_kept, seed_all
 from vramfit.planner.state_check import StateDifference, differing_states, settled
 from vramfit.techniques import Numerics, live_of
-from vramfit.techniques.core.forward_state import ForwardState, Written
 from vramfit.techniques.micro_batching import batch_size_name
 from vramfit.techniques.support.no_dropout import silence_dropout
 from vramfit.techniques.support.promised_errors import allowed_error
 from vramfit.torch_internals.dispatch import TorchDispatchMode
 from vramfit.torch_internals.pytree import tree_map_only
+from vramfit.training_state.forward_state import ForwardState, Written
 from vramfit.workload import State, Workload
 
 TINY = 1e-6

@@ -3,7 +3,7 @@
 NOTE [Trial]: a trial is several whole steps at one size, from the state that was found, with room left free by a
 ballast that is held meanwhile. So the size that comes out was run, with the margin, with the optimizer's states that
 its first step makes, and in the memory that the process has. After each trial everything is put back
-(`vramfit.runtime.training_state`), and cuBLAS gives its workspaces back: they would lie where an earlier trial had
+(`vramfit.runtime.trial_state`), and cuBLAS gives its workspaces back: they would lie where an earlier trial had
 room, and other sizes would fit than in a process that begins with this one. Ranks run each trial without their
 reduction and vote on its end.
 """
@@ -24,7 +24,7 @@ from vramfit.errors import OutOfMemory, VramfitError
 from vramfit.runtime.batch_search import BatchTrial, batch_search
 from vramfit.runtime.survival.leftovers import Recovery, memory_now, release_workspaces
 from vramfit.runtime.survival.rank_votes import RankVotes, unsynchronised, votes_for
-from vramfit.runtime.training_state import TrainingState
+from vramfit.runtime.trial_state import TrialState
 
 _log = logging.getLogger("vramfit.largest_batch")
 
@@ -66,7 +66,7 @@ class TrialSubject:
         make_batch: makes the largest batch there may be of a size; several where it is not clear which that is.
         models: that the step uses.
         optimizers: that it steps.
-        others: what else it changes, as of a `TrainingState`.
+        others: what else it changes, as of a `TrialState`.
         device: where memory runs out.
     """
 
@@ -154,7 +154,7 @@ class _Trials:
         self.limit_bytes = self.agreed_least(limit)
         self.message = ""
         self._swallowed = False
-        self._state = TrainingState(
+        self._state = TrialState(
             subject.models,
             subject.optimizers,
             subject.others,

@@ -15,12 +15,12 @@ from torch.utils.checkpoint import checkpoint
 
 from vramfit.errors import UsageError
 from vramfit.techniques.core.attached_program import AttachedProgram, AttachStage
-from vramfit.techniques.core.forward_state import ForwardState, Written
 from vramfit.techniques.core.model_profile import Profile
 from vramfit.techniques.core.technique import Numerics, Promise, Setting, Technique
 from vramfit.techniques.micro_batching import batch_norms, batch_size_name, spans_of
 from vramfit.techniques.support.blocks import checked_module, find_blocks, reason_against_rerun
 from vramfit.torch_internals.pytree import tree_flatten, tree_unflatten
+from vramfit.training_state.forward_state import ForwardState, Written
 
 _MOST = 16
 """Pieces, at most: each is run twice, and smaller ones fill no card."""

@@ -26,8 +26,8 @@ from vramfit.runtime.survival.leftovers import Recovery
 from vramfit.runtime.survival.optimizer_copy import OptimizerCopies
 from vramfit.runtime.survival.resumed_step import RESUMABLE, Counting, Resumed, WrittenSoFar, memory_of
 from vramfit.runtime.survival.slice_copy import SliceCopy
-from vramfit.techniques.core.random_generators import GeneratorStates
 from vramfit.torch_internals.optimizers import make_states
+from vramfit.training_state.random_generators import GeneratorStates
 
 Optimizer = torch.optim.Optimizer
 

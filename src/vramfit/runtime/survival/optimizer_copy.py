@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from vramfit.runtime.oom_forms import MemoryShortage, recognised
-from vramfit.runtime.state.reach import reached_from
-from vramfit.runtime.state.state_notes import StateNote
 from vramfit.torch_internals.dispatch import TorchDispatchMode
+from vramfit.training_state.notes import GradientsNote, StateNote
+from vramfit.training_state.reach import reached_from
+from vramfit.training_state.tensor_values import on_the_host
 
 
 class OptimizerCopies:
@@ -54,10 +55,10 @@ class OptimizerCopies:
         ]
         reached = reached_from([self._optimizer], without=() if self._gradients_too else gradients)
         values = [one for one in reached.tensors if not one.is_inference()]
-        note = StateNote(reached, values, (), self._device, arrays=reached.arrays, on_host=True)
+        note = StateNote(reached, values, (), self._device, arrays=reached.arrays, copying=on_the_host)
         self.nbytes = note.tensors.nbytes
         self.copying_seconds += time.perf_counter() - began
-        return OptimizerCopy(note, [(one, one.grad) for one in reached.tensors if one.is_leaf], gradients)
+        return OptimizerCopy(note, GradientsNote(reached.tensors), gradients)
 
     def stepping(self) -> contextlib.AbstractContextManager[SwallowedShortages | None]:
         """Around a step: notes shortages that it catches itself, where its code catches anything."""
@@ -122,7 +123,7 @@ class OptimizerCopy:
     def __init__(
         self,
         note: StateNote,
-        gradients: list[tuple[torch.Tensor, torch.Tensor | None]],
+        gradients: GradientsNote,
         values: list[torch.Tensor],
     ) -> None:
         self._note, self._gradients, self._values = note, gradients, values
@@ -130,9 +131,9 @@ class OptimizerCopy:
     def restore(self) -> None:
         """As it was; states that the failed step made are gone."""
         self._note.restore()
-        for tensor, gradient in self._gradients:
-            tensor.grad = gradient
+        self._gradients.restore()
 
     def gradients_changed(self) -> bool:
         """Whether the step wrote the gradients it was given."""
-        return any(self._note.tensors.differs(one) for one in self._values)
+        copies = map(self._note.tensors.copy_of, self._values)
+        return any(copy is not None and copy.differs() for copy in copies)

@@ -8,29 +8,16 @@ is without them. Of a parameter with a sparse gradient, rows that the step does 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 
-from vramfit.runtime.state.state_notes import copied, on_the_host
-from vramfit.techniques.core.random_generators import GeneratorStates
-
-
-@dataclass(frozen=True, slots=True)
-class _Values:
-    """Of a tensor, or of some of its rows."""
-
-    tensor: torch.Tensor
-    rows: torch.Tensor | None
-    values: torch.Tensor
-
-    def restore(self) -> None:
-        if self.rows is None:
-            self.tensor.copy_(self.values)
-        else:
-            self.tensor.index_copy_(0, self.rows, self.values.to(self.tensor.device))
+from vramfit.runtime.survival.copy_places import copied
+from vramfit.training_state.container_kinds import ENTRIES, MAPPING, Names
+from vramfit.training_state.notes import ContainersNote, TensorCopy
+from vramfit.training_state.random_generators import GeneratorStates
+from vramfit.training_state.reach import Reached
+from vramfit.training_state.tensor_values import on_the_host
 
 
 class SliceCopy:
@@ -45,40 +32,36 @@ class SliceCopy:
     def __init__(
         self, optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], device: torch.device
     ) -> None:
-        self._optimizer, self._parameters = optimizer, parameters
         self._room = room_below_peak(device)
-        self._values: list[_Values] = []
-        self._states: list[tuple[nn.Parameter, dict[str, Any] | None]] = []
+        self._values: list[TensorCopy] = []
+        states = Reached()
+        states.hold(ENTRIES, Names(optimizer.state, dict.fromkeys(parameters)))
         for parameter in parameters:
             rows = _rows_of(parameter)
             self._values.append(self._copy(parameter, rows))
             known = optimizer.state.get(parameter)
-            self._states.append((parameter, None if known is None else dict(known)))
+            if known is not None:
+                states.hold(MAPPING, known)
             tensors = [value for value in (known or {}).values() if isinstance(value, torch.Tensor)]
             for tensor in tensors:
                 self._values.append(self._copy(tensor, rows if tensor.shape == parameter.shape else None))
+        self._states = ContainersNote(states)
         self._random = GeneratorStates.of(device)
 
     @torch.no_grad()
-    def _copy(self, tensor: torch.Tensor, rows: torch.Tensor | None) -> _Values:
+    def _copy(self, tensor: torch.Tensor, rows: torch.Tensor | None) -> TensorCopy:
         if rows is not None:
-            return _Values(tensor, rows, tensor.detach().index_select(0, rows))
+            return TensorCopy.of_rows(tensor, rows)
         on_device = tensor.nbytes <= self._room
         self._room -= tensor.nbytes if on_device else 0
-        return _Values(tensor, None, copied(tensor) if on_device else on_the_host(tensor))
+        return TensorCopy.of(tensor, copied if on_device else on_the_host)
 
     @torch.no_grad()
     def restore(self) -> None:
         """As they were; states that the failed step made are gone."""
         for one in self._values:
-            one.restore()
-        for parameter, states in self._states:
-            if states is None:
-                self._optimizer.state.pop(parameter, None)
-            else:
-                known = self._optimizer.state[parameter]
-                known.clear()
-                known.update(states)
+            one.restore(compare=False)
+        self._states.restore()
         self._random.restore()
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from vramfit.errors import UsageError
-from vramfit.runtime.state.reach import names_reached
+from vramfit.training_state.reach import reached_from
 
 _COLLECTIVES = frozenset(
     {
@@ -71,7 +71,7 @@ def check_collectives(model: nn.Module, roots: Iterable[Any]) -> None:
                 "out of memory would leave them waiting",
                 "Use batch norm of each rank, or train without survive",
             )
-    named = sorted(names_reached([model, *roots]) & _COLLECTIVES)
+    named = sorted(reached_from([model, *roots]).code_names & _COLLECTIVES)
     if named:
         raise UsageError(
             f"the step calls {named[0]} itself: a rank that runs out of memory and begins anew would call it twice",

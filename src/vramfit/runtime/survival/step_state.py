@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from vramfit.runtime.state.state_notes import Unrestored
 from vramfit.runtime.survival.step_watch import StepWatch
+from vramfit.training_state.notes import Unrestored
 
 _SCALE = ("_scale", "_growth_tracker")
 

@@ -16,12 +16,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from vramfit.runtime.state.check_sums import CheckSums
-from vramfit.runtime.state.declared import DeclaredState
-from vramfit.runtime.state.reach import MOST, Reached, reached_from
-from vramfit.runtime.state.state_notes import FarNote, StateNote, Unrestored, version_of
-from vramfit.techniques.core.array_values import array_has, bytes_of_array
+from vramfit.runtime.survival.copy_places import FirstOnDevice
 from vramfit.torch_internals.layers import NormBase
+from vramfit.training_state.arrays import bytes_of_array
+from vramfit.training_state.check_sums import CheckSums
+from vramfit.training_state.container_kinds import MAPPING
+from vramfit.training_state.declared import DeclaredState
+from vramfit.training_state.notes import FarNote, StateNote, Unrestored
+from vramfit.training_state.reach import Reached, reached_from
+from vramfit.training_state.scope import STEP
+from vramfit.training_state.tensor_values import version_of
 from vramfit.units import format_bytes
 
 _AT_FIRST, _IN_ALL = 1 << 20, 64 << 20
@@ -56,8 +60,8 @@ class WatchedNote:
         """Put back all that is noted; what cannot be put back is returned."""
         left = self.note.restore()
         DeclaredState.restore(self._declared)
-        copied = self.note.tensors.holds
-        written = [one for one, version in self.own if version_of(one) != version and not copied(one)]
+        copied = self.note.tensors.copy_of
+        written = [one for one, version in self.own if version_of(one) != version and copied(one) is None]
         left += [Unrestored(what=f"a parameter of shape {tuple(one.shape)}") for one in written]
         left += [Unrestored(what=_in_words(one)) for one in self.silent.written()]
         if self.far is not None and self.far.differs():
@@ -106,6 +110,7 @@ class StepWatch:
             self._watched,
             self._device,
             arrays=self._arrays,
+            copying=FirstOnDevice(),
         )
         own = [(one, version_of(one)) for one in self._parameters]
         if self.steps == 0:
@@ -133,8 +138,7 @@ class StepWatch:
         self._moved |= unknown
         self._moved_arrays |= {id(one): one for one in silent if not isinstance(one, torch.Tensor)}
         if looks:
-            written = [one for one, before in noted.note.arrays if not array_has(one, before)]
-            self._moved_arrays |= {id(one): one for one in written}
+            self._moved_arrays |= {id(one): one for one in noted.note.arrays_written()}
         streams = noted.note.moved_streams()
         if unknown or looks:
             self._look()
@@ -143,7 +147,7 @@ class StepWatch:
         words += [_FAR] if far_moves else []
         if not self._reached.whole:
             words.append(
-                f"perhaps one of the objects that were not looked at: more than {MOST:,} are in its reach"
+                f"perhaps one of the objects that were not looked at: more than {STEP.most:,} are in its reach"
             )
         new = [one for one in dict.fromkeys(words) if one not in self.problems]
         self.problems += new
@@ -176,7 +180,8 @@ class StepWatch:
         gradients = [one.grad for one in own if one.grad is not None]
         kept_out = [optimizer, optimizer.state, groups, *own, *gradients, *self._declared.apart]
         reached = reached_from([model, *self._roots, *self._declared.walked], without=kept_out)
-        reached.mappings += groups
+        for group in groups:
+            reached.hold(MAPPING, group)
         reached.tensors += [
             value for group in groups for value in group.values() if isinstance(value, torch.Tensor)
         ]

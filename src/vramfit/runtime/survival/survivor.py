@@ -20,10 +20,8 @@ from torch import nn
 
 from vramfit.errors import UsageError
 from vramfit.runtime.oom_forms import MemoryShortage
-from vramfit.runtime.state.declared import DeclaredState
-from vramfit.runtime.state.reach import reached_from
-from vramfit.runtime.state.state_notes import ContainersNote, TensorsNote
 from vramfit.runtime.survival.climber import Climber
+from vramfit.runtime.survival.copy_places import FirstOnDevice
 from vramfit.runtime.survival.emergency_reserve import EmergencyReserve
 from vramfit.runtime.survival.guarded_step import GuardedStep
 from vramfit.runtime.survival.ladder import Ladder, Rung, SurvivalEvent
@@ -38,6 +36,10 @@ from vramfit.runtime.survival.step_state import StepState
 from vramfit.runtime.survival.step_watch import StepWatch
 from vramfit.runtime.survival.survival_settings import SurvivalSettings, UpdatePart
 from vramfit.techniques import AttachedProgram
+from vramfit.training_state.container_kinds import MAPPING
+from vramfit.training_state.declared import DeclaredState
+from vramfit.training_state.notes import ContainersNote, TensorsNote
+from vramfit.training_state.reach import reached_from
 from vramfit.units import format_bytes
 from vramfit.workload import to_device
 from vramfit.workload.containers import tensors_in
@@ -524,10 +526,11 @@ class Survivor:
     def _step_schedule(self) -> None:
         """The schedule's step: as it was before where it runs out, and then once more."""
         reached = reached_from([self._scheduler], without=[self.optimizer.state, self.model])
-        reached.mappings += self.optimizer.param_groups
+        for group in self.optimizer.param_groups:
+            reached.hold(MAPPING, group)
         containers = ContainersNote(reached)
         rates = [value for group in self.optimizer.param_groups for value in group.values()]
-        values = TensorsNote([one for one in rates if isinstance(one, torch.Tensor)])
+        values = TensorsNote([one for one in rates if isinstance(one, torch.Tensor)], copying=FirstOnDevice())
 
         def once() -> None:
             try:

@@ -34,9 +34,10 @@ from torch.utils.checkpoint import checkpoint
 
 from vramfit.errors import UsageError
 from vramfit.techniques.activation_checkpointing.op_facts import Keeping
-from vramfit.techniques.core.forward_state import ForwardState
 from vramfit.torch_internals.layers import NormBase
 from vramfit.torch_internals.pytree import tree_flatten, tree_map_only, tree_unflatten
+from vramfit.training_state.forward_state import ForwardState
+from vramfit.training_state.tensor_values import buffer_writes
 
 _LOOKS = 2
 """Calls in which a block writes nothing, until it is taken to write nothing ever."""
@@ -81,7 +82,7 @@ class Recomputed:
         del args, kwargs
         watched = [tensor for tensor in inputs if not tensor.is_inference()]
         versions = [tensor._version for tensor in watched]
-        buffers = None if self._looked_at_buffers else buffer_versions(module)
+        buffers = None if self._looked_at_buffers else buffer_writes(module, NormBase)
         out = checkpoint(call, *inputs, use_reentrant=False, context_fn=call.contexts)
         call.close()
         if versions != [tensor._version for tensor in watched]:
@@ -90,7 +91,7 @@ class Recomputed:
                 "Leave it out of the modules to recompute, or set inplace=False in its first layer",
             )
         if buffers is not None:
-            refuse_changed_buffers(self.path, buffers, buffer_versions(module))
+            refuse_changed_buffers(self.path, buffers, buffer_writes(module, NormBase))
             self._looked_at_buffers = True
         if state is not None and not self._writes(module, state):
             call.forget()
@@ -339,26 +340,16 @@ def _found_again(state: ForwardState, module: nn.Module) -> Iterator[None]:
         now.restore()
 
 
-def buffer_versions(module: nn.Module) -> dict[str, int]:
-    """How often each buffer was changed in place, but for the running statistics of norm layers."""
-    norms = {id(norm) for norm in module.modules() if isinstance(norm, NormBase)}
-    return {
-        f"{path}.{name}" if path else name: buffer._version
-        for path, inner in module.named_modules()
-        if id(inner) not in norms
-        for name, buffer in inner.named_buffers(recurse=False)
-        if not buffer.is_inference()
-    }
-
-
-def refuse_changed_buffers(path: str, before: dict[str, int], after: dict[str, int]) -> None:
-    """Compare the versions of buffers.
+def refuse_changed_buffers(
+    path: str, before: dict[str, tuple[int, int]], after: dict[str, tuple[int, int]]
+) -> None:
+    """Compare how often buffers were written; another tensor in the place of one is no write.
 
     Raises:
         UsageError: one has been changed.
     """
-    for name, version in after.items():
-        if before.get(name, version) != version:
+    for name, (_, writes) in after.items():
+        if before.get(name, (0, writes))[1] != writes:
             raise UsageError(
                 f"{path} cannot be recomputed: its forward pass changes its buffer {name}",
                 "Leave it out of the modules to recompute",

@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 from vramfit.errors import UsageError
-from vramfit.techniques.core.forward_state import ForwardState
 from vramfit.torch_internals.layers import BatchNorm
+from vramfit.training_state.forward_state import ForwardState
+from vramfit.training_state.tensor_values import buffer_writes
 
 _LOOKS = 2
 """Batches in which a write that nobody named is looked for."""
@@ -59,7 +60,7 @@ class PieceState:
         if first:
             self._totals, self._extra = {}, [0] * len(self._counts)
             self._start = ForwardState(self._model, only=self._names) if self._names else None
-            self._before = self._buffers() if self._looks else {}
+            self._before = buffer_writes(self._model, BatchNorm) if self._looks else {}
         elif self._start is not None:
             self._start.restore()
         self._versions = [count._version for count in self._counts]
@@ -107,18 +108,8 @@ class PieceState:
         module, attribute = self._owners[name]
         return getattr(module, attribute)
 
-    def _buffers(self) -> dict[str, tuple[int, int]]:
-        """Which buffers there are, and how often each was written in place, but for those of batch norm."""
-        return {
-            f"{path}.{name}" if path else name: (id(buffer), buffer._version)
-            for path, module in self._model.named_modules()
-            if not isinstance(module, BatchNorm)
-            for name, buffer in module._buffers.items()
-            if buffer is not None and not buffer.is_inference()
-        }
-
     def _check(self) -> None:
-        for name, now in self._buffers().items():
+        for name, now in buffer_writes(self._model, BatchNorm).items():
             if name not in self._names and self._before.get(name, now) != now:
                 raise UsageError(
                     f"the forward pass writes to {name}, and each piece of a batch would write to it again",

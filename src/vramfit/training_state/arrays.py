@@ -4,7 +4,32 @@ from __future__ import annotations
 
 import array
 import sys
+from dataclasses import dataclass
 from typing import Any
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ArrayState:
+    """The values of an array at one moment."""
+
+    value: Any
+
+    @classmethod
+    def of(cls, values: Any) -> ArrayState:
+        """The values now."""
+        return cls(copy_of_array(values))
+
+    def restore(self, values: Any) -> None:
+        """Write them again."""
+        write_array(values, self.value)
+
+    def is_in(self, values: Any) -> bool:
+        """Whether an array still has them, bit for bit."""
+        return bits_of_array(values) == bits_of_array(self.value)
+
+    def same(self, other: ArrayState) -> bool:
+        """Whether another moment had them too."""
+        return bits_of_array(self.value) == bits_of_array(other.value)
 
 
 def is_array(value: Any) -> bool:
@@ -44,8 +69,3 @@ def write_array(value: Any, values: Any) -> None:
         value[:] = values
     else:
         value[...] = values
-
-
-def array_has(value: Any, values: Any) -> bool:
-    """Whether an array still has the values that `copy_of_array` gave, bit for bit."""
-    return bits_of_array(value) == bits_of_array(values)

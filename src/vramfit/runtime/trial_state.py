@@ -17,11 +17,12 @@ import torch
 from torch import nn
 
 from vramfit.errors import UsageError
-from vramfit.runtime.state.check_sums import CheckSums
-from vramfit.runtime.state.declared import DeclaredState
-from vramfit.runtime.state.reach import reached_from
-from vramfit.runtime.state.state_notes import StateNote, on_the_host
-from vramfit.techniques.core.array_values import bytes_of_array
+from vramfit.training_state.arrays import bytes_of_array
+from vramfit.training_state.check_sums import CheckSums
+from vramfit.training_state.declared import DeclaredState
+from vramfit.training_state.notes import StateNote
+from vramfit.training_state.reach import reached_from
+from vramfit.training_state.tensor_values import on_the_host
 
 Optimizer = torch.optim.Optimizer
 
@@ -48,7 +49,7 @@ class _Gradient:
         self.parameter.grad = there
 
 
-class TrainingState:
+class TrialState:
     """The state of a training between two steps. See NOTE [Not a byte behind].
 
     Args:
@@ -87,7 +88,7 @@ class TrainingState:
         arrays = [one for one in reached.arrays if bytes_of_array(one) <= _UNNAMED]
         noted = set(map(id, arrays))
         self._silent = CheckSums((*watched, *(one for one in reached.arrays if id(one) not in noted)))
-        self._note = StateNote(reached, values, watched, device, arrays=arrays, on_host=True)
+        self._note = StateNote(reached, values, watched, device, arrays=arrays, copying=on_the_host)
         self._states = self._declared.noted()
         self._gradients = [
             _Gradient(parameter=one, gradient=weakref.ref(one.grad), values=on_the_host(one.grad))

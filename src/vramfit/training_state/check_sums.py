@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from vramfit.techniques.core.array_values import bits_of_array
 from vramfit.torch_internals.fake_tensors import FakeTensor
+from vramfit.training_state.arrays import bits_of_array
 
 _KINDS = (torch.Tensor, nn.Parameter)
 

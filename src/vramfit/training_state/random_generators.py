@@ -11,6 +11,26 @@ from typing import Any
 import torch
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class GeneratorState:
+    """The state of a generator at one moment: of torch, Python or NumPy."""
+
+    value: Any
+
+    @classmethod
+    def of(cls, generator: Any) -> GeneratorState:
+        """The state now."""
+        return cls(state_of(generator))
+
+    def restore(self, generator: Any) -> None:
+        """Set it again."""
+        set_state(generator, self.value)
+
+    def same(self, other: GeneratorState) -> bool:
+        """Whether another moment had it too."""
+        return same_states(self.value, other.value)
+
+
 @dataclass(frozen=True, kw_only=True)
 class GeneratorStates:
     """States of the generators that a step draws from: torch's, Python's, NumPy's, and some of the step's own."""
@@ -19,7 +39,7 @@ class GeneratorStates:
     device: tuple[torch.device, torch.Tensor] | None
     python: Any
     numpy: Any
-    own: tuple[tuple[Any, Any], ...] = ()
+    own: tuple[tuple[Any, GeneratorState], ...] = ()
 
     @classmethod
     def of(cls, device: torch.device, own: Sequence[Any] = ()) -> GeneratorStates:
@@ -36,7 +56,7 @@ class GeneratorStates:
             device=None if module is None else (device, module.get_rng_state(device)),
             python=random.getstate(),
             numpy=None if numpy is None else numpy.random.get_state(),
-            own=tuple((generator, state_of(generator)) for generator in own),
+            own=tuple((generator, GeneratorState.of(generator)) for generator in own),
         )
 
     def restore(self) -> None:
@@ -48,8 +68,8 @@ class GeneratorStates:
         random.setstate(self.python)
         if self.numpy is not None:
             sys.modules["numpy"].random.set_state(self.numpy)
-        for generator, state in self.own:
-            set_state(generator, state)
+        for generator, own in self.own:
+            own.restore(generator)
 
     def host_moved(self) -> bool:
         """Whether Python's or NumPy's generator or one of the step's own has drawn since."""
@@ -59,7 +79,7 @@ class GeneratorStates:
             now = sys.modules["numpy"].random.get_state()
             if any(not same_states(one, other) for one, other in zip(self.numpy, now, strict=True)):
                 return True
-        return any(not same_states(state, state_of(generator)) for generator, state in self.own)
+        return any(not state.same(GeneratorState.of(generator)) for generator, state in self.own)
 
 
 def is_generator(value: Any) -> bool:
