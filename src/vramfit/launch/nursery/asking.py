@@ -90,7 +90,9 @@ class Nursery:
         if cwd is not None and (not Path(cwd).is_dir() or _has_relative_path(environ)):
             return None
         found = request_for(arguments, self.options)
-        return None if found is None else replace(found, cwd=os.getcwd() if cwd is None else os.fspath(cwd))
+        if found is None or not found.safe:  # as the nursery's own interpreter is
+            return None
+        return replace(found, cwd=os.getcwd() if cwd is None else os.fspath(cwd))
 
     def child(self, request: Request, files: Sequence[int]) -> int | None:
         """Fork a child of this process; its number, None where there can be none: start it cold.

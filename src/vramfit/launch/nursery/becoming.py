@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import builtins
 import contextlib
+import importlib.machinery
 import io
 import os
 import runpy
@@ -25,6 +26,9 @@ before_program: list[Callable[[Request], object]] = []
 """Called in each fork before the program begins; the tests have some."""
 
 _STREAMS = ("stdin", "stdout", "stderr")
+_HAS_ANNOTATIONS = "__annotations__" in vars(sys.modules["__main__"])
+"""Whether this Python begins a main program with them."""
+
 search_path = list(sys.path)
 """Where the nursery finds modules, before any fork changes that."""
 
@@ -121,7 +125,7 @@ def _opened(number: int, name: str) -> Any:
         buffer,
         encoding=model.encoding,
         errors=model.errors,
-        newline=None if number == 0 else "\n",
+        newline="\n",
         line_buffering=number == 2 or raw.isatty(),
         write_through=number != 0 and bool(os.environ.get("PYTHONUNBUFFERED")),
     )
@@ -134,12 +138,15 @@ def _run(request: Request) -> None:
     main = ModuleType("__main__")
     sys.modules["__main__"] = main
     main.__dict__["__builtins__"] = builtins
+    if _HAS_ANNOTATIONS:
+        main.__annotations__ = {}
     if request.kind is Kind.MODULE:
         sys.modules.pop(request.name, None)
         runpy._run_module_as_main(request.name)  # type: ignore[attr-defined]
         return
     if request.kind is Kind.SCRIPT:
-        main.__file__ = request.name
+        main.__file__, main.__dict__["__cached__"] = request.name, None
+        main.__loader__ = importlib.machinery.SourceFileLoader("__main__", request.name)
         code = compile(Path(request.name).read_bytes(), request.name, "exec")
     else:
         code = compile(request.name, "<string>", "exec")
