@@ -192,6 +192,14 @@ def test_modules_that_cannot_be_shared_let_children_start_cold(tmp_path: Path, s
         assert nursery.forked == 0
 
 
+def test_what_the_imports_print_may_be_left_out(tmp_path: Path) -> None:
+    (tmp_path / "loud.py").write_text("print('hello')")
+    environ = {"PATH": os.defpath, "PYTHONPATH": str(tmp_path)}
+    with Nursery(["loud"], environ, silent=True) as nursery:
+        assert ended(command("-c", "import loud; print(1)"), nursery, env=environ)[:2] == (0, b"1\n")
+        assert nursery.forked == 1
+
+
 def _children() -> set[str]:
     """Processes that this one has started."""
     lists = Path("/proc/self/task").glob("*/children")

@@ -46,6 +46,9 @@ _SECONDS = 120.0
 READY = b"ready"
 """What the nursery sends once it can fork; anything else is why it cannot."""
 
+SILENT = "silent"
+"""For the process: what its imports print need not be printed by its children."""
+
 _PROCESS = "vramfit.launch.nursery.nursery_process"
 
 
@@ -55,15 +58,19 @@ class Nursery:
     Args:
         modules: what it imports.
         environ: its variables; only children with the same are forked.
+        silent: whether the children need not print what the imports print.
     """
 
-    def __init__(self, modules: Sequence[str], environ: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, modules: Sequence[str], environ: Mapping[str, str] | None = None, *, silent: bool = False
+    ) -> None:
         self.environ = dict(os.environ if environ is None else environ)
         self.options = tuple(starting.own_options())
         self.owner = os.getpid()
         self.forked = 0
         """How many children it has made."""
         self._modules = tuple(modules)
+        self._silent = silent
         self._lock = threading.Lock()
         self._process: subprocess.Popen[Any] | None = None
         self._socket: socket.socket | None = None
@@ -124,7 +131,8 @@ class Nursery:
 
     def command(self, number: int) -> list[str]:
         """The command line of the process, for the number of its socket."""
-        return starting.python_command(_PROCESS, str(number), *self._modules, options=self.options)
+        words = str(number), SILENT if self._silent else "", *self._modules
+        return starting.python_command(_PROCESS, *words, options=self.options)
 
     def connect(self) -> socket.socket:
         """Start the process; the socket on which it takes requests."""
@@ -210,14 +218,17 @@ _OPEN: ContextVar[Nursery | None] = ContextVar("the nursery of children that are
 
 
 @contextlib.contextmanager
-def nursery_for(modules: Sequence[str], environ: Mapping[str, str] | None = None) -> Iterator[Nursery]:
+def nursery_for(
+    modules: Sequence[str], environ: Mapping[str, str] | None = None, *, silent: bool = False
+) -> Iterator[Nursery]:
     """Let the children that this context starts in the block, or threads with copies of it, be forked where they can.
 
     Args:
         modules: what they import before they do anything else.
         environ: variables that are added to those of this process, for them all.
+        silent: whether they need not print what the imports print.
     """
-    with Nursery(modules, {**os.environ, **(environ or {})}) as nursery:
+    with Nursery(modules, {**os.environ, **(environ or {})}, silent=silent) as nursery:
         token = _OPEN.set(nursery)
         try:
             yield nursery

@@ -77,7 +77,7 @@ class TaskPool:
         with ExitStack() as stack:
             self._signals = stack.enter_context(passed_on_to_all())
             if self._imports and self._executor is None:
-                stack.enter_context(nursery_for((CHILD, *self._imports), self._environ))
+                stack.enter_context(nursery_for((CHILD, *self._imports), self._environ, silent=True))
             self._pool = self._executor or stack.enter_context(ThreadPoolExecutor(self._at_once))
             self._stack = stack.pop_all()
 
