@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from vramfit.launch.starting import own_options
-from vramfit.launch.tasks import Ending, KeptResults, Place, Task, TaskResult, run_all
+from vramfit.launch.tasks import Ending, KeptResults, Place, Task, TaskResult, in_order, run_all
 
 pytestmark = pytest.mark.usefixtures("interruptible")
 
@@ -193,6 +193,15 @@ def test_progress_order_and_tasks_that_follow_from_results() -> None:
         results += [result.value["square"]] if result.key == "2" else []
     assert results == [4]
     assert told == [("2", False), ("2", True), ("4", False), ("4", True)]
+
+
+def test_results_can_be_put_in_the_order_of_their_tasks() -> None:
+    asked = [
+        Task(key=str(n), function=time.sleep, arguments=(n / 10,), place=Place.EXECUTOR) for n in (5, 1, 3)
+    ]
+    results = list(run_all(asked, at_once=3))
+    assert [result.key for result in results] == ["1", "3", "5"]
+    assert [result.key for result in in_order(asked, results)] == ["5", "1", "3"]
 
 
 def test_kept_results_are_not_worked_out_again(tmp_path: Path) -> None:

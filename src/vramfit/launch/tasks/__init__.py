@@ -11,6 +11,6 @@ from __future__ import annotations
 
 from vramfit.launch.tasks.kept_results import KeptResults
 from vramfit.launch.tasks.task import Ending, Place, Task, TaskResult
-from vramfit.launch.tasks.task_pool import TaskPool, run_all
+from vramfit.launch.tasks.task_pool import TaskPool, in_order, run_all
 
-__all__ = ["Ending", "KeptResults", "Place", "Task", "TaskPool", "TaskResult", "run_all"]
+__all__ = ["Ending", "KeptResults", "Place", "Task", "TaskPool", "TaskResult", "in_order", "run_all"]

@@ -208,5 +208,17 @@ def run_all(
     pool.raise_signal()
 
 
+def in_order(tasks: Iterable[Task], results: Iterable[TaskResult]) -> Iterator[TaskResult]:
+    """Results of `run_all` in the order of the tasks, each as soon as those before it are there."""
+    found: dict[str, TaskResult] = {}
+    keys = iter([task.key for task in tasks])
+    key = next(keys, None)
+    for result in results:
+        found[result.key] = result
+        while key is not None and key in found:
+            yield found[key]
+            key = next(keys, None)
+
+
 def _least(*limits: float | None) -> float | None:
     return min((limit for limit in limits if limit is not None), default=None)
