@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
 import io
-import multiprocessing
 import os
 import runpy
 import sys
@@ -26,6 +24,8 @@ from typing import Any
 
 from study_files import keep, kept, markdown_table
 
+from vramfit.launch.tasks import Task, run_all
+
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "parallel.md"
 KEPT = ROOT / "build" / "clusters.jsonl"
@@ -34,6 +34,14 @@ END = "<!-- end of clusters -->"
 GIB = 1 << 30
 NO_LIMIT = 16 << 40
 TOKENS = 4096
+IMPORTS = (
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "transformers.models.llama.modeling_llama",
+    "vramfit.virtual.gpu",
+)
+"""What each process begins with."""
+
 SIZES = {"1b": "1 B", "8b": "8 B", "70b": "70 B"}
 CARDS = ("H100", "RTX 4090")
 WORLDS = (1, 8, 16, 64)
@@ -110,7 +118,7 @@ def cells() -> Iterator[Cell]:
 
 
 def measure(cell: Cell) -> Taken:
-    """Run the first rank of a world, in this process."""
+    """Run the first rank of a world, in this process alone."""
     from vramfit.gpus import find_gpu
 
     card = find_gpu(cell.card)
@@ -148,29 +156,26 @@ def run(cell: Cell, card: Any) -> tuple[Any, bool]:
     return gpu.report.run.devices[0], ran_out
 
 
-def in_child(cell: Cell) -> Taken:
-    """Run a cell in a fork of this process, which has imported everything and computed nothing."""
-    with multiprocessing.get_context("fork").Pool(1) as pool:
-        return pool.apply(measure, (cell,))
-
-
 def results(wanted: list[Cell], *, fresh: bool) -> dict[str, Taken]:
-    """Results by the path of a cell: kept ones, and those that are missing."""
+    """Results by the path of a cell: kept ones, and those that are missing.
+
+    Raises:
+        SystemExit: a cell failed.
+    """
     if fresh:
         KEPT.unlink(missing_ok=True)
-    missing = [cell for cell in wanted if cell.path not in _known()]
-    if missing:
-        import transformers.models.llama.modeling_llama  # noqa: F401 - for the forks
-        from torch.distributed import fsdp, tensor  # noqa: F401
+    for result in run_all(_missing(wanted), imports=IMPORTS):
+        if not result.has_value:
+            raise SystemExit(f"{result.key}: {result.failure}")
+        keep(KEPT, {"path": result.key, **asdict(result.value)})
+    return _known()
 
-        import vramfit.virtual.gpu  # noqa: F401
 
-        gc.freeze()
-    for cell in missing:
+def _missing(wanted: list[Cell]) -> Iterator[Task]:
+    for cell in wanted:
         if cell.path not in _known():  # several of these may run side by side
             print(cell.path, file=sys.stderr, flush=True)
-            keep(KEPT, {"path": cell.path, **asdict(in_child(cell))})
-    return _known()
+            yield Task(key=cell.path, function=measure, arguments=(cell,))
 
 
 def _known() -> dict[str, Taken]:

@@ -13,12 +13,8 @@ nothing about the virtual GPU and is listed apart.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
-import os
-import select
-import subprocess
 import sys
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -27,69 +23,17 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from study_files import keep, kept
 from transformer_families.table import Entry, Status, judge, page, summary, terminal_table
+from transformer_families.worker import attempt
+
+from vramfit.launch.tasks import Ending, Task, run_all
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / ".families.jsonl"
 SECONDS = 120
-"""Longest that one family may take before its process is ended."""
+"""Longest that one half of a family may take before its process is ended."""
 
-
-class Worker:
-    """A process that tries families, one after the other; started anew when one has ended it."""
-
-    def __init__(self) -> None:
-        self._process: subprocess.Popen[str] | None = None
-
-    def attempt(self, name: str) -> dict[str, Any]:
-        """What became of one family on the virtual GPU, and for real on the CPU; a crash or a hang is an answer too."""
-        found: dict[str, Any] = {}
-        for side in ("virtual",) if name.startswith("realistic:") else ("virtual", "cpu"):
-            found[side] = self._answer(name, side)
-        return {"cpu": None, **found}
-
-    def _answer(self, name: str, side: str) -> dict[str, Any]:
-        process = self._process or self._start()
-        assert process.stdin is not None and process.stdout is not None
-        try:
-            process.stdin.write(f"{side} {name}\n")
-            process.stdin.flush()
-            ready, _, _ = select.select([process.stdout], [], [], SECONDS)
-            line = process.stdout.readline() if ready else ""
-        except BrokenPipeError:
-            line, ready = "", [process.stdout]
-        if line:
-            answer: dict[str, Any] = json.loads(line)
-            return answer
-        if ready:  # the end of its output: it has ended, or is about to
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=10)
-        self.stop()
-        why = f"its process ended with code {process.returncode}" if ready else f"took more than {SECONDS} s"
-        return {"family": name, "build": why}
-
-    def _start(self) -> subprocess.Popen[str]:
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH")))),
-            "TORCHAO_FORCE_SKIP_LOADING_SO_FILES": "1",
-        }
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "transformer_families.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env=environment,
-        )
-        return self._process
-
-    def stop(self) -> None:
-        """End the process."""
-        if self._process is not None:
-            self._process.kill()
-            with contextlib.suppress(BrokenPipeError):
-                self._process.communicate()
-            self._process = None
+IMPORTS = ("transformers", "transformers.modeling_utils", "vramfit.virtual.gpu")
+ENVIRONMENT = {"TORCHAO_FORCE_SKIP_LOADING_SO_FILES": "1"}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -152,23 +96,36 @@ def _known(results: Path) -> dict[str, Entry]:
     return {entry.family: entry for entry in entries}
 
 
+def _tasks(names: list[str]) -> Iterator[Task]:
+    """A family on the virtual GPU, and for real on the CPU."""
+    for name in names:
+        for side in ("virtual",) if name.startswith("realistic:") else ("virtual", "cpu"):
+            yield Task(key=f"{side} {name}", function=attempt, arguments=(side, name))
+
+
 def _try_all(names: list[str], results: Path, console: Console) -> dict[str, Entry]:
     found: dict[str, Entry] = {}
-    worker = Worker()
+    answers: dict[str, Any] = {}
+    last = {task.key.partition(" ")[2]: task.key for task in _tasks(names)}
     columns = (TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     try:
         with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
             task = progress.add_task("", total=len(names))
-            for name in names:
+            for result in run_all(_tasks(names), seconds=SECONDS, imports=IMPORTS, environ=ENVIRONMENT):
+                side, _, name = result.key.partition(" ")
                 progress.update(task, description=name)
-                answers = worker.attempt(name)
-                keep(results, answers)
-                found[name] = judge(answers["virtual"], answers["cpu"])
-                progress.advance(task)
+                # A crash or a hang is an answer too.
+                answers[side] = (
+                    result.value if result.has_value else {"family": name, "build": result.failure}
+                )
+                if result.key == last[name] and result.ending is not Ending.STOPPED:
+                    answers = {"cpu": None, **answers}
+                    keep(results, answers)
+                    found[name] = judge(answers["virtual"], answers["cpu"])
+                    progress.advance(task)
+                    answers = {}
     except KeyboardInterrupt:
         console.print("stopped; run again to go on")
-    finally:
-        worker.stop()
     return found
 
 

@@ -15,14 +15,8 @@ where it was.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
-import os
-import subprocess
 import sys
-import threading
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -31,9 +25,11 @@ from frontier_parts import table
 from frontier_parts.peers import AUTO_SAC
 from frontier_parts.rows import Found, Kept, Row, budgeted, settings
 from frontier_parts.subjects import Subject, subjects
-from frontier_parts.worker import MARK
+from frontier_parts.worker import answer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from vramfit.launch.tasks import Ending, Task, run_all
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE.parent / "build" / "frontier" / "rows.jsonl"
@@ -44,70 +40,25 @@ UNNAMED = "sample"
 """The subject that is tried only where it is named."""
 
 
-class Worker:
-    """A process that works out the rows of a subject, one after the other; started anew when one has ended it.
+IMPORTS = ("torch.profiler", "transformers", "vramfit.planner.planner_child", "vramfit.virtual.gpu")
+ENVIRONMENT = {"TORCHAO_FORCE_SKIP_LOADING_SO_FILES": "1"}
+
+
+def worked_out(
+    subject: Subject, rows: Iterable[Row], seconds: float, log: Path
+) -> Iterator[tuple[Row, dict[str, Any]]]:
+    """What is found of each row, in turn; that its process ended or took too long is an answer too.
 
     Args:
         subject: whose rows.
+        rows: each is asked for once the one before it was dealt with.
         seconds: the longest that one may take.
         log: a file for what libraries and the planner tell.
     """
-
-    def __init__(self, subject: Subject, seconds: float, log: Path) -> None:
-        self._subject = subject
-        self._log = log
-        self._seconds = seconds
-        self._process: subprocess.Popen[str] | None = None
-
-    def work_out(self, row: Row) -> dict[str, Any]:
-        """What is found of a row; that its process ended or took too long is an answer too."""
-        process = self._process or self._start()
-        assert process.stdin is not None and process.stdout is not None
-        limit = threading.Timer(self._seconds, process.kill)
-        limit.start()
-        began = time.monotonic()
-        try:
-            process.stdin.write(row.key + "\n")
-            process.stdin.flush()
-            for line in process.stdout:
-                if line.startswith(MARK):
-                    found: dict[str, Any] = json.loads(line.removeprefix(MARK))
-                    return found
-        except BrokenPipeError:
-            pass
-        finally:
-            limit.cancel()
-        code = process.wait()
-        self.stop()
-        if time.monotonic() - began >= self._seconds:
-            return {"failed": f"it took more than {self._seconds:.0f} s"}
-        return {"failed": f"its process ended with code {code}"}
-
-    def _start(self) -> subprocess.Popen[str]:
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH")))),
-            "TORCHAO_FORCE_SKIP_LOADING_SO_FILES": "1",
-        }
-        self._log.parent.mkdir(parents=True, exist_ok=True)
-        with self._log.open("a", encoding="utf-8") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "frontier_parts.worker", self._subject.name],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                env=environment,
-            )
-        return self._process
-
-    def stop(self) -> None:
-        """End the process."""
-        if self._process is not None:
-            self._process.kill()
-            with contextlib.suppress(BrokenPipeError):
-                self._process.communicate()
-            self._process = None
+    tasks = (Task(key=row.key, function=answer, arguments=(subject.name, row.key)) for row in rows)
+    for result in run_all(tasks, seconds=seconds, imports=IMPORTS, environ=ENVIRONMENT, log=log):
+        if result.ending is not Ending.STOPPED:
+            yield Row.of(result.key), result.value if result.has_value else {"failed": result.failure}
 
 
 def rows_of(subject: Subject, kept: Kept, kinds: Sequence[str]) -> Iterable[Row]:
@@ -138,17 +89,22 @@ def collect(wanted: Sequence[Subject], kept: Kept, options: argparse.Namespace, 
     with Progress(*columns, console=console, transient=True) as progress:
         for subject in wanted:
             task = progress.add_task(subject.name, total=None)
-            worker = Worker(subject, options.seconds, options.results.with_suffix(".log"))
-            try:
-                for done, row in enumerate(rows_of(subject, kept, options.kinds), 1):
-                    progress.update(task, description=f"{subject.name}: {row.name}")
-                    if kept.get(subject.name, row) is None:
-                        found = kept.add(subject.name, row, worker.work_out(row))
-                        progress.print(told(found), style="dim", highlight=False)
-                    total = len(list(rows_of(subject, kept, options.kinds)))
-                    progress.update(task, completed=done, total=total)
-            finally:
-                worker.stop()
+            missing = _missing(subject, kept, options.kinds, progress, task)
+            log = options.results.with_suffix(".log")
+            for row, value in worked_out(subject, missing, options.seconds, log):
+                found = kept.add(subject.name, row, value)
+                progress.print(told(found), style="dim", highlight=False)
+
+
+def _missing(
+    subject: Subject, kept: Kept, kinds: Sequence[str], progress: Progress, task: TaskID
+) -> Iterator[Row]:
+    """The rows that are to be worked out, as the progress comes to them."""
+    for done, row in enumerate(rows_of(subject, kept, kinds)):
+        total = len(list(rows_of(subject, kept, kinds)))
+        progress.update(task, description=f"{subject.name}: {row.name}", completed=done, total=total)
+        if kept.get(subject.name, row) is None:
+            yield row
 
 
 def told(found: Found) -> str:

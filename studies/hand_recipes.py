@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +29,7 @@ from torch import nn
 
 from vramfit import Workload
 from vramfit.gpus import find_gpu
+from vramfit.launch.tasks import Task, run_all
 from vramfit.planner.candidates import key_of
 from vramfit.planner.devices.cost import StepCost, step_cost_with
 from vramfit.planner.devices.virtual_backend import VirtualBackend
@@ -54,6 +54,8 @@ SHARES = (0.1, 0.3, 0.55, 0.8)
 
 SECONDS = 30.0
 """Of each search."""
+
+IMPORTS = ("vramfit.planner.planner_child", "vramfit.virtual.gpu")
 
 _EQUAL = 1e-6
 """Part of a step by which two sums of the same operations may differ."""
@@ -180,6 +182,28 @@ def rows_of(name: str, seconds: float) -> Iterator[dict[str, Any]]:
         }
 
 
+def keep_rows(name: str, seconds: float, file: Path) -> None:
+    """Work out the rows of a network and keep each at once, in this process alone."""
+    for row in rows_of(name, seconds):
+        keep(file, row)
+
+
+def work_out(wanted: Sequence[str], seconds: float) -> None:
+    """Work out the networks of which rows are missing.
+
+    Raises:
+        SystemExit: one failed.
+    """
+    tasks = (
+        Task(key=name, function=keep_rows, arguments=(name, seconds, RESULTS))
+        for name in wanted
+        if sum(row["network"] == name for row in kept(RESULTS)) < len(SHARES)
+    )
+    for result in run_all(tasks, imports=IMPORTS):
+        if not result.has_value:
+            raise SystemExit(f"{result.key}: {result.failure}")
+
+
 HEADS = ("network", "budget", "best by hand", "its step", "step of the plan", "difference", "search", "plan")
 
 
@@ -247,20 +271,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=SECONDS, help="of each search")
     parser.add_argument("--fresh", action="store_true", help="forget what earlier runs found")
     parser.add_argument("--write", type=Path, metavar="FILE.md", help="write the page")
-    parser.add_argument("--rows", metavar="NETWORK", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    if options.rows:
-        for row in rows_of(options.rows, options.seconds):
-            keep(RESULTS, row)
-        return 0
     if options.fresh:
         RESULTS.unlink(missing_ok=True)
     wanted = options.only or list(known)
     console = Console(width=180)
-    for name in wanted:
-        if sum(row["network"] == name for row in kept(RESULTS)) < len(SHARES):
-            own = [sys.executable, __file__, "--rows", name, "--seconds", str(options.seconds)]
-            subprocess.run(own, check=True)
+    work_out(wanted, options.seconds)
     rows = [json.loads(line) for line in {json.dumps(row) for row in kept(RESULTS)}]
     rows = sorted(
         (row for row in rows if row["network"] in wanted),

@@ -2,29 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Collection, Iterable, Sequence
 
+from vramfit.launch.tasks.kept_results import keep, kept
 
-def kept(file: Path) -> Iterator[dict[str, Any]]:
-    """The results of earlier runs, without a line that was cut off in its middle."""
-    if not file.is_file():
-        return
-    for line in file.read_text(encoding="utf-8").splitlines():
-        try:
-            result = json.loads(line)
-        except ValueError:
-            continue
-        yield result
-
-
-def keep(file: Path, result: dict[str, Any]) -> None:
-    """Add a result at once."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("a", encoding="utf-8") as lines:
-        lines.write(json.dumps(result) + "\n")
+__all__ = ["keep", "kept", "markdown_table"]
 
 
 def markdown_table(

@@ -17,12 +17,9 @@ VGG16 at 543 comes out right in place of 3.7 % too high, ConvNeXt-Tiny at 425 is
 from __future__ import annotations
 
 import csv
-import multiprocessing
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatch
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +29,9 @@ from torch import nn
 from comparing import results
 from comparing.results import ROOT, Results
 from vramfit.cudnn.found_library import find_cudnn
+from vramfit.errors import VramfitError
 from vramfit.gpus import GpuSpec, find_gpu
+from vramfit.launch.tasks import Task, in_order, run_all
 from vramfit.trace import reserved_bar
 from vramfit.units import MIB
 from vramfit.virtual.gpu import VirtualGPU
@@ -164,10 +163,17 @@ def predicted(line: dict[str, str], kept: Results, cudnn: str = "none") -> Measu
 def work_out(
     lines: Sequence[dict[str, str]], kept: Results, cudnn: str = "none", jobs: int = 1
 ) -> Iterator[MeasuredTraining]:
-    """Every training, in order; several at a time, in processes of their own."""
-    work = partial(predicted, kept=kept, cudnn=cudnn)
-    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        yield from pool.map(work, lines)
+    """Every training, in order; several at a time, in processes of their own.
+
+    Raises:
+        VramfitError: one failed.
+    """
+    tasks = [Task(key=line["run"], function=predicted, arguments=(line, kept, cudnn)) for line in lines]
+    results = run_all(tasks, at_once=jobs, imports=("vramfit.virtual.gpu", "torchvision.models"))
+    for result in in_order(tasks, results):
+        if not result.has_value:
+            raise result.error or VramfitError(f"{result.key}: {result.failure}", "Run it alone: --only NAME")
+        yield result.value
 
 
 def _predicted(line: dict[str, str], cudnn: str) -> MeasuredTraining:

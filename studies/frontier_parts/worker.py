@@ -1,15 +1,7 @@
-"""Works out rows in a process of its own, one after the other.
-
-    python -m frontier_parts.worker SUBJECT
-
-The keys of rows come as lines on standard input; what is found of each goes to standard output, as a line of JSON
-behind `MARK`: libraries, such as transformers, print there, too.
-"""
+"""Works out a row, in a process of its own."""
 
 from __future__ import annotations
 
-import gc
-import json
 import sys
 import time
 import warnings
@@ -22,8 +14,6 @@ from frontier_parts import measuring
 from frontier_parts.rows import Row
 from frontier_parts.subjects import Subject, subjects
 from vramfit.workload import Workload
-
-MARK = "FOUND "
 
 
 def work_out(subject: Subject, row: Row) -> dict[str, Any]:
@@ -75,21 +65,14 @@ def _say(text: str) -> None:
     print(f"  {text}", file=sys.stderr, flush=True)
 
 
-def main(name: str) -> None:
-    """Work out what is asked for until nothing more is; what goes wrong is found, too."""
+def answer(name: str, key: str) -> dict[str, Any]:
+    """What is found of a row of a subject, in this process alone; what goes wrong is found, too."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)  # what convolutions take for themselves grows with the threads
     subject = subjects()[name]
     subject.workload.model()  # what it is copied from is there before anything is counted
-    for key in sys.stdin:
-        try:
-            found = work_out(subject, Row.of(key))
-        except Exception as error:
-            lines = str(error).strip().splitlines() or [""]
-            found = {"failed": f"{type(error).__name__}: {lines[0][:200]}"}
-        gc.collect()
-        print(MARK + json.dumps(found), flush=True)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])
+    try:
+        return work_out(subject, Row.of(key))
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [""]
+        return {"failed": f"{type(error).__name__}: {lines[0][:200]}"}

@@ -1,21 +1,22 @@
-"""A child process that tries families whose names arrive on its input, one line of JSON each on its output."""
+"""What a process does that tries one family, on the virtual GPU or for real on the CPU."""
 
 from __future__ import annotations
 
-import json
-import os
 import resource
-import sys
 import warnings
+from typing import Any
 
 MEMORY = 12 << 30
 """Bytes that the process may hold: a family that wants more fails alone."""
 
 
-def main() -> None:
-    """Answer until the input ends: each line says on what to try a family (``virtual`` or ``cpu``), and which."""
-    out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print must not come between
+def attempt(side: str, name: str) -> dict[str, Any]:
+    """Try a family, in this process alone.
+
+    Args:
+        side: ``virtual`` or ``cpu``.
+        name: of the family.
+    """
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
     warnings.simplefilter("ignore")
     import torch
@@ -29,12 +30,4 @@ def main() -> None:
         pass  # before any backward pass on the CPU
     from transformer_families.trial import on_cpu, on_virtual_gpu
 
-    for line in sys.stdin:
-        side, name = line.split()
-        result = (on_virtual_gpu if side == "virtual" else on_cpu)(name)
-        out.write(json.dumps(result) + "\n")
-        out.flush()
-
-
-if __name__ == "__main__":
-    main()
+    return (on_virtual_gpu if side == "virtual" else on_cpu)(name)

@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from tests.studies.conftest import FORKING
+from tests import warm
 
 ROOT = Path(__file__).parents[2]
 SAMPLE = ["resnet", "qwen2_vl"]
@@ -35,7 +35,7 @@ def study() -> ModuleType:
 def test_families_train_infer_and_generate(
     study: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(study, "subprocess", FORKING)
+    monkeypatch.setattr(warm, "_uses_framework", lambda asked: True)
     results = tmp_path / "results.jsonl"
     command = ["--only", *SAMPLE, "--results", str(results), "--write", str(tmp_path / "page.md")]
     assert study.main(command) == 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from frontier_parts.peers import Peer
 from frontier_parts.rows import Found, Kept, Row, budgeted, settings
 from frontier_parts.subjects import MIB, Subject, subjects
 from frontier_parts.table import Verdict, judge, page
-from tests.studies.conftest import FORKING
 from tests.virtual.conftest import fit_interpreter
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -74,20 +73,16 @@ def test_the_peak_is_what_lies_above_parameters_and_gradients(sample: Subject) -
     assert whole.arithmetic.flops > plain.arithmetic.flops
 
 
-@pytest.fixture(scope="module")
-def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[frontier.Worker]:
-    """The process that works out rows of the sample."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(frontier, "subprocess", FORKING)
-        made = frontier.Worker(subjects()["sample"], 500.0, tmp_path_factory.mktemp("worker") / "log")
-        yield made
-        made.stop()
+def worked_out(folder: Path, *rows: Row) -> list[dict[str, Any]]:
+    """What is found of rows of the sample, each in a process of its own."""
+    found = frontier.worked_out(subjects()["sample"], rows, 500.0, folder / "log")
+    return [value for _, value in found]
 
 
 @pytest.mark.slow
-def test_the_compiler_is_counted_while_it_stays_compiled(sample: Subject, worker: frontier.Worker) -> None:
+def test_the_compiler_is_counted_while_it_stays_compiled(sample: Subject, tmp_path: Path) -> None:
     eager = measuring.arithmetic(sample.workload)
-    loose, tight = (worker.work_out(Row(peer=Peer(kind="compiler", ratio=ratio))) for ratio in (1.0, 0.0))
+    loose, tight = worked_out(tmp_path, *(Row(peer=Peer(kind="compiler", ratio=r)) for r in (1.0, 0.0)))
     assert (loose["flops"], loose["attention_flops"]) == (eager.flops, eager.attention_flops)
     assert tight["flops"] > eager.flops
 
@@ -212,25 +207,25 @@ def test_budgets_wait_for_the_plain_program(tmp_path: Path) -> None:
     assert [row.budget for row in rows[2:]] == [size * MIB for size in range(480, 1601, 80)]
 
 
-def test_a_process_that_ends_is_told_and_another_is_started(worker: frontier.Worker) -> None:
-    first = worker.work_out(replace(Row(), budget=-1, peer=Peer(kind="uniform", every=1, policy="nonesuch")))
+def test_a_row_that_fails_is_told_and_the_next_is_worked_out(tmp_path: Path) -> None:
+    wrong = replace(Row(), budget=-1, peer=Peer(kind="uniform", every=1, policy="nonesuch"))
+    first, second = worked_out(tmp_path, wrong, PLAIN.row)
     assert first == {"failed": "KeyError: 'nonesuch'"}
-    assert worker._process is not None
-    worker._process.kill()
-    assert "ended with code" in worker.work_out(PLAIN.row)["failed"]
-    assert json.dumps(worker.work_out(PLAIN.row)["flops"]).isdigit()
+    assert json.dumps(second["flops"]).isdigit()
 
 
 def test_rows_are_worked_out_once_judged_and_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Row] = []
 
-    def work_out(_worker: frontier.Worker, row: Row) -> dict[str, Any]:
-        asked.append(row)
-        if row.budget is not None:
-            return planned(1, peak_bytes=row.budget - 1, flops=1000).value
-        return (PLAIN if row.peer == PLAIN.row.peer else WHOLE).value
+    def pretended(_subject: Subject, rows: Iterable[Row], *_: object) -> Iterator[tuple[Row, dict[str, Any]]]:
+        for row in rows:
+            asked.append(row)
+            if row.budget is not None:
+                yield row, planned(1, peak_bytes=row.budget - 1, flops=1000).value
+            else:
+                yield row, (PLAIN if row.peer == PLAIN.row.peer else WHOLE).value
 
-    monkeypatch.setattr(frontier.Worker, "work_out", work_out)
+    monkeypatch.setattr(frontier, "worked_out", pretended)
     results, written = tmp_path / "rows.jsonl", tmp_path / "frontier.md"
     command = ["--only", "sample", "--kinds", "eager", "uniform", "selective", "plan"]
     command += ["--results", str(results), "--write", str(written)]

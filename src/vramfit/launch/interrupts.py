@@ -23,7 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from vramfit.launch.starting import start
+from vramfit.launch.nursery import start
 
 INTERRUPTED = 128 + signal.SIGINT
 """Exit code of a program that an interrupt ended, as a shell gives it."""
@@ -106,6 +106,8 @@ class Signals:
         """The last demand to end, None without one."""
         self.starting = False
         """Whether a child is about to be there: it gets what comes meanwhile."""
+        self.missed = False
+        """Whether there was an interrupt while the child was about to be there, which a later fork does not get."""
         self.interrupts = 0
         """How many interrupts there were."""
         self._folder = folder
@@ -146,6 +148,9 @@ class Signals:
         self.child, self.starting = child, False
         if self.terminated is not None:
             child.send_signal(self.terminated)
+        if self.missed:
+            self.missed = False
+            self.interrupt()
 
 
 def run_child(
@@ -220,6 +225,8 @@ class SignalGroup:
     def __init__(self) -> None:
         self.interrupted = False
         """Whether there was a signal."""
+        self.terminated: int | None = None
+        """The last demand to end, None without one."""
         self._members: list[Signals] = []
 
     @contextlib.contextmanager
@@ -237,10 +244,12 @@ class SignalGroup:
         for signals in tuple(self._members):
             if signals.child is not None:
                 signals.interrupt()
+            elif signals.starting:
+                signals.missed = True
 
     def terminate(self, number: int) -> None:
         """Pass SIGTERM on to all."""
-        self.interrupted = True
+        self.interrupted, self.terminated = True, number
         for signals in tuple(self._members):
             signals.terminated = number  # also where the child is only being started
             if signals.child is not None:

@@ -86,7 +86,7 @@ class Supervisor:
             return
         if self._is_late(status, now):
             self._killed = status.progress.end if status.progress.is_cut else self._order[1]
-            _kill_with_children(child)
+            kill_with_children(child)
         elif not self._is_heard(status) and now - self._given >= _AGAIN and ORDERS is not None:
             self._given = now
             child.send_signal(ORDERS)
@@ -121,7 +121,7 @@ class Supervisor:
         return not self._is_heard(status) and now - since > _DEAF
 
 
-def _kill_with_children(child: subprocess.Popen[bytes]) -> None:
+def kill_with_children(child: subprocess.Popen[bytes]) -> None:
     """Kill a process and those that it has started, as far as the system lists them."""
     family = _descendants(child.pid)
     child.kill()

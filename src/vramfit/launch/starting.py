@@ -29,7 +29,7 @@ def start(arguments: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
     Raises:
         UsageError: the process cannot be started.
     """
-    with _starting(arguments[0]):
+    with explained(arguments[0]):
         return subprocess.Popen(arguments, **options)
 
 
@@ -39,7 +39,7 @@ def call(arguments: Sequence[str], *, env: Mapping[str, str] | None = None) -> i
     Raises:
         UsageError: the process cannot be started.
     """
-    with _starting(arguments[0]):
+    with explained(arguments[0]):
         return subprocess.run(arguments, env=env, check=False).returncode
 
 
@@ -71,7 +71,7 @@ def answer(
 
 
 @contextlib.contextmanager
-def _starting(name: str) -> Iterator[None]:
+def explained(name: str) -> Iterator[None]:
     """Say in one line why a process could not be started: its folder is gone, or its interpreter may not be run."""
     try:
         yield

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +18,7 @@ import pytest
 from analysis.synthetic import oom_run, quick_run
 from vramfit.errors import UsageError
 from vramfit.gpus import find_gpu
+from vramfit.launch import nursery as nursery_module
 from vramfit.options.run_options import RunOptions
 from vramfit.trace import PROCESS_GROUPS, Run
 from vramfit.virtual.ranks.made_groups import MadeGroups
@@ -254,3 +258,64 @@ def test_a_program_that_never_joins_is_told_and_may_hide_other_cards(tmp_path: P
     found = run(written(tmp_path, NEVER), 2, "1")
     assert [one.code for one in found.runs[1].warnings] == ["no-process-group"]
     assert [device.index for device in found.runs[1].devices] == [0]
+
+
+RANKED = """
+import os, random, sys, numpy, torch, torch.distributed as dist
+from pathlib import Path
+dist.init_process_group("nccl")
+rank = dist.get_rank()
+device = torch.device("cuda", rank)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(256 * (1 + rank), 512).to(device))
+model(torch.ones(8, 256 * (1 + rank), device=device)).sum().backward()
+seen = [sorted(os.environ.items()), sys.argv, sys.path, sys.flags, torch.initial_seed(), *sorted(sys.modules)]
+Path(f"{rank}.txt").write_text("\\n".join(map(str, seen)))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere all ranks start cold")
+def test_ranks_that_are_forks_do_what_those_of_new_interpreters_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same traces to the byte, and the same modules, variables and arguments for the program."""
+    script, found, seen, forked = written(tmp_path, RANKED), [], [], []
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")
+    options = replace(H100, writes="real", cwd=tmp_path)
+    for opened in (world_run._nursery, lambda _: contextlib.nullcontext()):
+        with opened(options) as nursery:
+            monkeypatch.setattr(world_run, "_nursery", lambda _: contextlib.nullcontext())
+            monkeypatch.setattr("vramfit.launch.interrupts.start", nursery_module.start)
+            ran = run_world(lambda _: [str(script)], options, World(size=2), rank_choice("all", 2))
+            forked.append(0 if nursery is None else nursery.forked)
+        traces = []
+        for rank, one in ran.runs.items():
+            one.trace.save(tmp_path / "rank.vft")
+            assert one.exit_code == 0
+            traces.append(
+                (rank, (tmp_path / "rank.vft").read_bytes(), replace(one, trace=QUICK.trace).devices)
+            )
+        found.append(traces)
+        texts = [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)]
+        seen.append([text.replace("vramfit.launch.nursery.becoming\n", "") for text in texts])
+    assert forked == [2, 0]
+    assert found[0] == found[1]
+    for warm, cold in zip(*seen, strict=True):
+        assert [line for line in warm.splitlines() if line not in cold.splitlines()] == []
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"host_memory": True}, {"backend": "patches"}, {"cudnn": "."}],
+    ids=["its memory is metered", "files are protected by patches", "cuDNN is asked"],
+)
+def test_ranks_are_no_forks_where_that_would_change_them(changes: dict[str, object]) -> None:
+    with world_run._nursery(replace(H100, **changes)) as nursery:
+        assert nursery is None
+
+
+def test_ranks_may_run_on_an_executor(pretend: Callable[..., Pretender]) -> None:
+    made = pretend(lambda _: QUICK)
+    with ThreadPoolExecutor(2) as executor:
+        found = run_world(lambda _: ["t.py"], H100, World(size=6), rank_choice("all", 6), executor=executor)
+    assert list(found.runs) == list(range(6))
+    assert made.most == 2

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import contextvars
 import os
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Executor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from vramfit.errors import UsageError
-from vramfit.launch.interrupts import passed_on_to_all
+from vramfit.files import Backend, Writes, namespace
+from vramfit.launch.nursery import nursery_for
+from vramfit.launch.tasks import Task, TaskPlace, TaskPool
+from vramfit.options.cudnn_choice import wanted_cudnn
 from vramfit.options.run_options import RunOptions
 from vramfit.trace import PROCESS_GROUPS, Run
 from vramfit.virtual.ranks import rank_waits
@@ -24,6 +26,21 @@ from vramfit.virtual.worlds.rank_choice import MOST_BETWEEN, ChoiceKind, RankCho
 from vramfit.virtual.worlds.rank_places import MOST_TRIED, PlaceGuesses, rank_places
 
 _LOOK = 0.1  # seconds between two looks at who waits
+_IMPORTS = (
+    "torch._dynamo",
+    "torch.distributed.tensor",
+    "vramfit.capture.kept_memory",
+    "vramfit.capture.meter_figures",
+    "vramfit.capture.step_counter",
+    "vramfit.virtual.gpu",
+    "vramfit.virtual.lazy_dynamo",
+    "vramfit.virtual.ranks.one_process",
+    "vramfit.virtual.virtual_child",
+)
+"""What a rank's process has imported when its program begins."""
+
+_PATCHES = (Backend.PATCHES, Backend.PATCHES.value)
+
 _MOST_AT_ONCE = 256
 """Processes at once, most of which wait: as many stages of pipelines."""
 
@@ -109,6 +126,7 @@ def run_world(
     choice: RankChoice = RankChoice(),  # noqa: B008 - frozen
     progress: Callable[[str], object] | None = None,
     settings: VirtualSettings = PLAIN,
+    executor: Executor | None = None,
 ) -> WorldRun:
     """Run ranks of a program; see NOTE [Kinds of ranks] in rank_choice.py and NOTE [Places] in rank_places.py.
 
@@ -121,32 +139,44 @@ def run_world(
         choice: which ranks.
         progress: called with a line before each rank.
         settings: what the verb adds; the place of each rank is set here.
+        executor: where ranks run; None for threads of this process. It must be of this machine: ranks leave objects
+            for one another in a folder.
 
     Raises:
         UsageError, VramfitError, KeyboardInterrupt: as from `run_in_child`.
     """
     with tempfile.TemporaryDirectory(prefix="vramfit-ranks-", ignore_cleanup_errors=True) as folder:
         side = _SideBySide(
-            partial(_run_rank, command, options, settings), world, Path(folder), progress or (lambda _: None)
+            lambda place: (command(place), options, replace(settings, place=place)),
+            world,
+            Path(folder),
+            progress or (lambda _: None),
+            executor,
         )
-        side.run(choice.first(world.size))
-        if choice.kind is ChoiceKind.AUTO:
-            _run_kinds(side, world)
+        first = choice.first(world.size)
+        with _nursery(options, settings) if len(first) > 1 else nullcontext():
+            side.run(first)
+            if choice.kind is ChoiceKind.AUTO:
+                _run_kinds(side, world)
         return WorldRun(
             world=world,
             choice=choice,
             runs=dict(sorted(side.runs.items())),
-            waited_for=tuple(sorted(side.waited_for - set(choice.first(world.size)))),
+            waited_for=tuple(sorted(side.waited_for - set(first))),
         )
 
 
-def _run_rank(
-    command: Callable[[RankPlace], list[str]],
-    options: RunOptions,
-    settings: VirtualSettings,
-    place: RankPlace,
-) -> Run:
-    return run_in_child(command(place), options, replace(settings, place=place))
+def _nursery(options: RunOptions, settings: VirtualSettings) -> AbstractContextManager[object]:
+    """Lets ranks be forks of a process that has imported what they begin with, where that changes nothing.
+
+    A child that asks cuDNN does so before torch is imported, as does one whose files are protected by patches; and one
+    that meters its memory counts what it shares.
+    """
+    in_namespace = settings.backend not in _PATCHES and namespace.why_not() is None
+    is_protected_late = options.writes is Writes.REAL or in_namespace
+    if wanted_cudnn(options.cudnn) is not None or options.host_memory or not is_protected_late:
+        return nullcontext()
+    return nursery_for(_IMPORTS, options.environ)
 
 
 def _run_kinds(side: _SideBySide, world: World) -> None:
@@ -171,61 +201,61 @@ class _SideBySide:
 
     def __init__(
         self,
-        run_rank: Callable[[RankPlace], Run],
+        call: Callable[[RankPlace], tuple[list[str], RunOptions, VirtualSettings]],
         world: World,
         mailbox: Path,
         progress: Callable[[str], object],
+        executor: Executor | None,
     ) -> None:
         self.runs: dict[int, Run] = {}
         self.waited_for: set[int] = set()
         self.failed = False
-        self._run_rank = run_rank
+        self._call = call
         self._world = world
         self._mailbox = mailbox
         self._progress = progress
-        self._running: dict[Future[Run], int] = {}
+        self._executor = executor
         rank_waits.prepare(mailbox)
 
     def run(self, ranks: Iterable[int]) -> None:
         """Run ranks to their ends, and those that they wait for."""
         queue = deque(rank for rank in ranks if rank not in self.runs)
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        with passed_on_to_all() as signals, ThreadPoolExecutor(_MOST_AT_ONCE) as pool:
-            while queue or self._running:
+        with TaskPool(self._executor, at_once=_MOST_AT_ONCE) as pool:
+            while queue or pool.running:
                 waits = rank_waits.waiting(self._mailbox)
-                for other in () if signals.interrupted else set(waits.values()):
-                    if other not in self.runs and other not in self._running.values():
+                for other in () if pool.interrupted else set(waits.values()):
+                    if self._is_new(other, pool):
                         self.waited_for.add(other)
                         self._start(other, pool)
-                if (self.failed or signals.interrupted) and queue:
+                if (self.failed or pool.interrupted) and queue:
                     queue.clear()
-                while queue and sum(rank not in waits for rank in self._running.values()) < cores:
+                while queue and sum(int(key) not in waits for key in pool.running) < cores:
                     rank = queue.popleft()
-                    if rank not in self.runs and rank not in self._running.values():
+                    if self._is_new(rank, pool):
                         self._start(rank, pool)
-                self._collect()
+                self._collect(pool)
 
-    def _start(self, rank: int, pool: ThreadPoolExecutor) -> None:
+    def _is_new(self, rank: int, pool: TaskPool) -> bool:
+        return rank not in self.runs and str(rank) not in pool.running
+
+    def _start(self, rank: int, pool: TaskPool) -> None:
         self._progress(f"rank {rank} of {self._world.size}")
-        # The context carries where signals go to.
-        context = contextvars.copy_context()
-        self._running[pool.submit(context.run, self._one, rank)] = rank
-
-    def _one(self, rank: int) -> Run:
         place = self._world.place(rank, str(self._mailbox))
-        try:
-            return self._run_rank(place)
-        finally:
-            rank_waits.note_ended(self._mailbox, rank)
+        pool.start(
+            Task(key=str(rank), function=run_in_child, arguments=self._call(place), place=TaskPlace.EXECUTOR)
+        )
 
-    def _collect(self) -> None:
+    def _collect(self, pool: TaskPool) -> None:
         """Wait a moment, and take what has ended.
 
         Raises:
             BaseException: what a rank's run raised.
         """
-        done, _ = wait(self._running, timeout=_LOOK, return_when=FIRST_COMPLETED)
-        for future in done:
-            rank = self._running.pop(future)
-            self.runs[rank] = run = future.result()
+        for result in pool.collect(_LOOK):
+            rank = int(result.key)
+            rank_waits.note_ended(self._mailbox, rank)
+            if result.error is not None:
+                raise result.error
+            self.runs[rank] = run = result.value
             self.failed = self.failed or (run.exit_code != 0 and not run.ran_out)
