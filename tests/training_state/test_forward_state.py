@@ -16,8 +16,8 @@ from torch import nn
 
 from vramfit.training_state.container_kinds import MAPPING
 from vramfit.training_state.forward_state import ForwardState
-from vramfit.training_state.notes import FarNote, StateNote
 from vramfit.training_state.reach import reached_from
+from vramfit.training_state.state_notes import FarNote, StateNote
 
 TABLE = np.zeros(2)
 MEMORY = torch.zeros(2)

@@ -17,11 +17,11 @@ import torch
 from torch import nn
 
 from vramfit.errors import UsageError
-from vramfit.training_state.arrays import bytes_of_array
+from vramfit.training_state.array_values import bytes_of_array
 from vramfit.training_state.check_sums import CheckSums
 from vramfit.training_state.declared import DeclaredState
-from vramfit.training_state.notes import StateNote
 from vramfit.training_state.reach import reached_from
+from vramfit.training_state.state_notes import StateNote
 from vramfit.training_state.tensor_values import on_the_host
 
 Optimizer = torch.optim.Optimizer

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from vramfit.torch_internals.fake_tensors import FakeTensor
-from vramfit.training_state.arrays import bits_of_array
+from vramfit.training_state.array_values import bits_of_array
 
 _KINDS = (torch.Tensor, nn.Parameter)
 

@@ -31,7 +31,7 @@ MISSING: Any = _Missing()
 Key = Any
 
 
-class Kind:
+class ContainerKind:
     """A kind of containers; `owner` is the container, or what has it.
 
     Attributes:
@@ -78,7 +78,7 @@ def _by_path(prefix: str, key: Key) -> str:
     return f"{prefix}.{key}" if prefix else str(key)
 
 
-class _Mappings(Kind):
+class _Mappings(ContainerKind):
     sized = True
 
     def contents(self, owner: dict[Any, Any]) -> dict[Any, Any]:
@@ -132,7 +132,7 @@ class Names:
     prefix: str = ""
 
 
-class _Entries(Kind):
+class _Entries(ContainerKind):
     """Those entries alone of a dictionary whose keys are known."""
 
     def contents(self, owner: Names) -> dict[Any, Any]:
@@ -159,7 +159,7 @@ class _Parameters(_Entries):
         return _by_path(prefix, key)
 
 
-class _Sequences(Kind):
+class _Sequences(ContainerKind):
     """Lists and deques."""
 
     counted = sized = True
@@ -186,7 +186,7 @@ class _Sequences(Kind):
             owner.extend(kept)
 
 
-class _Sets(Kind):
+class _Sets(ContainerKind):
     counted = sized = True
 
     def contents(self, owner: set[Any]) -> set[Any]:
@@ -203,7 +203,7 @@ class _Sets(Kind):
         owner.update(kept)
 
 
-class _Cells(Kind):
+class _Cells(ContainerKind):
     """Of closures; the name of a cell is its variable's."""
 
     def contents(self, owner: types.CellType) -> Any:
@@ -228,7 +228,7 @@ class _Cells(Kind):
         return prefix
 
 
-class _Slots(Kind):
+class _Slots(ContainerKind):
     """Attributes of an object that lie in no dictionary."""
 
     def contents(self, owner: Any) -> dict[str, Any]:
@@ -249,7 +249,7 @@ class _Slots(Kind):
                 object.__setattr__(owner, name, value)  # frozen ones forbid theirs
 
 
-class _Classes(Kind):
+class _Classes(ContainerKind):
     """A class's own attributes that are values, in which methods may count."""
 
     def contents(self, owner: type) -> dict[str, Any]:
@@ -268,7 +268,7 @@ class _Classes(Kind):
                 setattr(owner, name, value)
 
 
-class _Modes(Kind):
+class _Modes(ContainerKind):
     """Whether a module of torch trains, where nothing else of it is noted."""
 
     def contents(self, owner: nn.Module) -> bool:
@@ -287,7 +287,7 @@ class _Modes(Kind):
         return _by_path(prefix, key)
 
 
-class _Fixed(Kind):
+class _Fixed(ContainerKind):
     """What cannot be changed: tuples, arguments of partial functions, defaults."""
 
     noted, sized = False, True
@@ -299,7 +299,7 @@ class _Fixed(Kind):
         return enumerate(contents)
 
 
-class _Parts(Kind):
+class _Parts(ContainerKind):
     """The tensors in a tensor that is a class around others, e.g. a quantised one."""
 
     noted = False

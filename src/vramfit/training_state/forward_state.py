@@ -16,9 +16,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from vramfit.training_state.arrays import ArrayState
-from vramfit.training_state.container_kinds import BUFFERS, GLOBALS, MISSING, MODULE, PARAMETERS, Kind
-from vramfit.training_state.notes import ContainersNote, TensorsNote
+from vramfit.training_state.array_values import ArrayState
+from vramfit.training_state.container_kinds import (
+    BUFFERS,
+    GLOBALS,
+    MISSING,
+    MODULE,
+    PARAMETERS,
+    ContainerKind,
+)
 from vramfit.training_state.program_code import called
 from vramfit.training_state.random_generators import GeneratorState, is_generator
 from vramfit.training_state.reach import (
@@ -31,6 +37,7 @@ from vramfit.training_state.reach import (
     reached_in_turn,
 )
 from vramfit.training_state.scope import FORWARD
+from vramfit.training_state.state_notes import ContainersNote, TensorsNote
 from vramfit.training_state.tensor_values import same_tensors, version_of
 
 
@@ -120,7 +127,7 @@ class ForwardState:
     ) -> None:
         self._model, self._loss, self._only, self._copied = model, loss, only, values
         reached = self._reached()
-        self._labels: dict[tuple[Kind, int], Label] = {
+        self._labels: dict[tuple[ContainerKind, int], Label] = {
             (kind, id(owner)): label for kind, owner, label in reached.places
         }
         self._containers = ContainersNote(reached)
@@ -159,7 +166,7 @@ class ForwardState:
             skipped: names of the model's attributes that stay as they are.
         """
 
-        def left(kind: Kind, owner: Any, kept: Any) -> Collection[Any] | None:
+        def left(kind: ContainerKind, owner: Any, kept: Any) -> Collection[Any] | None:
             if not skipped:
                 return ()
             prefix = label_in_words(self._labels[kind, id(owner)])

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vramfit.training_state.arrays import bytes_of_array, is_array
+from vramfit.training_state.array_values import bytes_of_array, is_array
 from vramfit.training_state.container_kinds import (
     BUFFERS,
     CELL,
@@ -38,7 +38,7 @@ from vramfit.training_state.container_kinds import (
     SEQUENCE,
     SET,
     SLOTS,
-    Kind,
+    ContainerKind,
     Names,
 )
 from vramfit.training_state.program_code import called, names_in
@@ -78,7 +78,7 @@ class Reached:
     """
 
     def __init__(self) -> None:
-        self.places: list[tuple[Kind, Any, Label]] = []
+        self.places: list[tuple[ContainerKind, Any, Label]] = []
         self.tensors: list[torch.Tensor] = []
         self.arrays: list[Any] = []
         self.generators: list[Any] = []
@@ -86,19 +86,19 @@ class Reached:
         self.code_names: set[str] = set()
         self.far: Reached | None = None
         self.whole = True
-        self._noted: dict[Kind, list[Any]] = collections.defaultdict(list)
+        self._noted: dict[ContainerKind, list[Any]] = collections.defaultdict(list)
 
-    def hold(self, kind: Kind, owner: Any, label: Label = "") -> None:
+    def hold(self, kind: ContainerKind, owner: Any, label: Label = "") -> None:
         """Take in a container."""
         self.places.append((kind, owner, label))
         if kind.noted:
             self._noted[kind].append(owner)
 
-    def noted(self) -> Iterable[tuple[Kind, list[Any]]]:
+    def noted(self) -> Iterable[tuple[ContainerKind, list[Any]]]:
         """The containers that can be changed, by kind."""
         return self._noted.items()
 
-    def of(self, kind: Kind) -> list[Any]:
+    def of(self, kind: ContainerKind) -> list[Any]:
         """The containers of a kind."""
         return self._noted[kind]
 
@@ -220,7 +220,7 @@ class _Walk:
         self._alive.append(value)
         self._waiting.append((value, label))
 
-    def _hold(self, kind: Kind, owner: Any, label: Label) -> None:
+    def _hold(self, kind: ContainerKind, owner: Any, label: Label) -> None:
         """A container with what it holds; the entries of a very long one are far, or too many."""
         is_long = kind.sized and len(owner) > self._scope.near
         if is_long and not self._scope.far:

@@ -13,8 +13,8 @@ import torch
 
 from vramfit.runtime.oom_forms import MemoryShortage, recognised
 from vramfit.torch_internals.dispatch import TorchDispatchMode
-from vramfit.training_state.notes import GradientsNote, StateNote
 from vramfit.training_state.reach import reached_from
+from vramfit.training_state.state_notes import GradientsNote, StateNote
 from vramfit.training_state.tensor_values import on_the_host
 
 

@@ -14,9 +14,9 @@ from torch import nn
 
 from vramfit.runtime.survival.copy_places import copied
 from vramfit.training_state.container_kinds import ENTRIES, MAPPING, Names
-from vramfit.training_state.notes import ContainersNote, TensorCopy
 from vramfit.training_state.random_generators import GeneratorStates
 from vramfit.training_state.reach import Reached
+from vramfit.training_state.state_notes import ContainersNote, TensorCopy
 from vramfit.training_state.tensor_values import on_the_host
 
 

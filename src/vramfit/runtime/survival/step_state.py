@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from vramfit.runtime.survival.step_watch import StepWatch
-from vramfit.training_state.notes import Unrestored
+from vramfit.training_state.state_notes import Unrestored
 
 _SCALE = ("_scale", "_growth_tracker")
 

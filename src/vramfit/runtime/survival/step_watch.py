@@ -18,13 +18,13 @@ from torch import nn
 
 from vramfit.runtime.survival.copy_places import FirstOnDevice
 from vramfit.torch_internals.layers import NormBase
-from vramfit.training_state.arrays import bytes_of_array
+from vramfit.training_state.array_values import bytes_of_array
 from vramfit.training_state.check_sums import CheckSums
 from vramfit.training_state.container_kinds import MAPPING
 from vramfit.training_state.declared import DeclaredState
-from vramfit.training_state.notes import FarNote, StateNote, Unrestored
 from vramfit.training_state.reach import Reached, reached_from
 from vramfit.training_state.scope import STEP
+from vramfit.training_state.state_notes import FarNote, StateNote, Unrestored
 from vramfit.training_state.tensor_values import version_of
 from vramfit.units import format_bytes
 

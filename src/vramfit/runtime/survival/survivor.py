@@ -38,8 +38,8 @@ from vramfit.runtime.survival.survival_settings import SurvivalSettings, UpdateP
 from vramfit.techniques import AttachedProgram
 from vramfit.training_state.container_kinds import MAPPING
 from vramfit.training_state.declared import DeclaredState
-from vramfit.training_state.notes import ContainersNote, TensorsNote
 from vramfit.training_state.reach import reached_from
+from vramfit.training_state.state_notes import ContainersNote, TensorsNote
 from vramfit.units import format_bytes
 from vramfit.workload import to_device
 from vramfit.workload.containers import tensors_in

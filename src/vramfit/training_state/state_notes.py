@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from vramfit.training_state.arrays import ArrayState
+from vramfit.training_state.array_values import ArrayState
 from vramfit.training_state.check_sums import CheckSums
-from vramfit.training_state.container_kinds import CELL, MAPPING, MODULE, SEQUENCE, SET, SLOTS, Kind
+from vramfit.training_state.container_kinds import CELL, MAPPING, MODULE, SEQUENCE, SET, SLOTS, ContainerKind
 from vramfit.training_state.random_generators import GeneratorStates
 from vramfit.training_state.reach import Reached
-from vramfit.training_state.streams import stream_position, streams_are_equal
+from vramfit.training_state.stream_positions import stream_position, streams_are_equal
 from vramfit.training_state.tensor_values import Copying, solid, version_of, where_it_is
 
 _COMPARED = (MAPPING, MODULE, SEQUENCE, SET, CELL, SLOTS)
@@ -45,7 +45,9 @@ class ContainersNote:
     def __init__(self, reached: Reached) -> None:
         self._notes = [(kind, owners, kind.all_contents(owners)) for kind, owners in reached.noted()]
 
-    def restore(self, left: Callable[[Kind, Any, Any], Collection[Any] | None] = lambda *_: ()) -> None:
+    def restore(
+        self, left: Callable[[ContainerKind, Any, Any], Collection[Any] | None] = lambda *_: ()
+    ) -> None:
         """The contents as they were; values inside of tensors are not touched.
 
         Args:
