@@ -11,7 +11,7 @@ LINE = 300
 """Characters of the line that says why a task failed."""
 
 
-class Place(Enum):
+class TaskPlace(Enum):
     """Where the function of a task runs."""
 
     PROCESS = "process"
@@ -50,7 +50,7 @@ class Task:
     key: str
     function: Callable[..., Any]
     arguments: tuple[Any, ...] = ()
-    place: Place = Place.PROCESS
+    place: TaskPlace = TaskPlace.PROCESS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

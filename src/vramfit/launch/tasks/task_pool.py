@@ -23,7 +23,7 @@ from vramfit.launch.interrupts import passed_on_to_all
 from vramfit.launch.nursery import nursery_for
 from vramfit.launch.tasks.kept_results import KeptResults
 from vramfit.launch.tasks.own_process import CHILD, OwnProcess
-from vramfit.launch.tasks.task import Ending, Place, Task, TaskResult, failed
+from vramfit.launch.tasks.task import Ending, Task, TaskPlace, TaskResult, failed
 
 Progress = Callable[[str, TaskResult | None], object]
 """Called with the key of a task when it begins, and with its key and result when it has ended."""
@@ -99,7 +99,7 @@ class TaskPool:
             seconds: how long its own process may take; None for no limit.
         """
         call: Callable[[], Any] = functools.partial(task.function, *task.arguments)
-        if task.place is Place.PROCESS:
+        if task.place is TaskPlace.PROCESS:
             call = OwnProcess.of(task, seconds=seconds, environ=self._environ, log=self._log)
         if isinstance(self._pool, ThreadPoolExecutor):
             call = functools.partial(self._context.copy().run, call)
@@ -140,7 +140,7 @@ class TaskPool:
         if error is not None:
             return failed(task.key, error, seconds)
         value = future.result()
-        if task.place is Place.PROCESS:
+        if task.place is TaskPlace.PROCESS:
             result: TaskResult = value
             return result
         return TaskResult(key=task.key, ending=Ending.DONE, value=value, seconds=seconds)

@@ -15,7 +15,7 @@ from vramfit.cudnn.asker import wanted_cudnn
 from vramfit.errors import UsageError
 from vramfit.files import Backend, Writes, namespace
 from vramfit.launch.nursery import nursery_for
-from vramfit.launch.tasks import Place, Task, TaskPool
+from vramfit.launch.tasks import Task, TaskPlace, TaskPool
 from vramfit.trace import PROCESS_GROUPS, Run
 from vramfit.virtual.ranks import rank_waits
 from vramfit.virtual.ranks.made_groups import groups_of_all
@@ -237,7 +237,7 @@ class _SideBySide:
         self._progress(f"rank {rank} of {self._world.size}")
         place = self._world.place(rank, str(self._mailbox))
         call = self._command(place), replace(self._options, place=place)
-        pool.start(Task(key=str(rank), function=run_in_child, arguments=call, place=Place.EXECUTOR))
+        pool.start(Task(key=str(rank), function=run_in_child, arguments=call, place=TaskPlace.EXECUTOR))
 
     def _collect(self, pool: TaskPool) -> None:
         """Wait a moment, and take what has ended.
