@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from vramfit.launch import starting
-from vramfit.launch.nursery.requests import (
+from vramfit.launch.nursery.child_request import (
     ChildRequest,
     difference,
     ignored_signals,

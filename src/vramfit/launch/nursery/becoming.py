@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from vramfit.launch.nursery.requests import ChildRequest, ProgramKind
+from vramfit.launch.nursery.child_request import ChildRequest, ProgramKind
 
 before_program: list[Callable[[ChildRequest], object]] = []
 """Called in each fork before the program begins; the tests have some."""
