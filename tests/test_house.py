@@ -46,6 +46,7 @@ _COLUMNS = "one parameter a column; it is called for every event, and a value ma
 LONG_SIGNATURES = {
     "calibrate/cases/attention.py:_sdpa": _TORCH,
     "calibrate/cases/rnn.py:_layer": _TORCH,
+    "launch/tasks/task_pool.py:run_all": _PUBLIC,
     "planner/api.py:fit": _PUBLIC,
     "inference/kv_cache/block_cache.py:__init__": _PUBLIC,
     "inference/kv_cache/capacity.py:sequences_that_fit": _PUBLIC,

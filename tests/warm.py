@@ -25,8 +25,8 @@ from typing import Any, NoReturn
 from vramfit.launch import interrupts, starting
 from vramfit.launch.nursery import Nursery, WarmPopen, becoming
 from vramfit.launch.nursery.asking import READY
+from vramfit.launch.nursery.child_request import ChildRequest, ProgramKind, request_for
 from vramfit.launch.nursery.nursery_process import serve
-from vramfit.launch.nursery.requests import Kind, Request, request_for
 
 CHILDREN = frozenset(
     {
@@ -73,10 +73,10 @@ _STARTED_WITH: dict[str, str] = {}
 """What this process's interpreter and libraries read when they started."""
 
 
-def _uses_framework(asked: Request) -> bool:
+def _uses_framework(asked: ChildRequest) -> bool:
     """Whether a program, or a file that it is given, speaks of the framework."""
     words = [asked.name, *asked.arguments]
-    if asked.kind is Kind.MODULE:
+    if asked.kind is ProgramKind.MODULE:
         words.append(f"{asked.name.replace('.', os.sep)}.py")
     files = [Path(asked.cwd, word.partition(".py:")[0] + ".py") for word in words if ".py" in word]
     return any(file.is_file() and _FRAMEWORK in file.read_text("utf-8", "replace") for file in files)
@@ -99,7 +99,9 @@ class Popen(WarmPopen):
     def __init__(self, arguments: Any, **options: Any) -> None:
         super().__init__(arguments, nursery=None, **options)
 
-    def asked(self, arguments: Any, cwd: Any, environ: Mapping[str, str]) -> tuple[Nursery, Request] | None:
+    def asked(
+        self, arguments: Any, cwd: Any, environ: Mapping[str, str]
+    ) -> tuple[Nursery, ChildRequest] | None:
         if sys.platform != "linux" or isinstance(arguments, str | bytes):
             return None
         if _read_at_start(environ) != _STARTED_WITH:
@@ -115,7 +117,7 @@ class Popen(WarmPopen):
 def start(arguments: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
     """Stands in for `vramfit.launch.starting.start`."""
     asked = request_for(arguments) or request_for(arguments, starting.own_options())
-    ours = asked is not None and (asked.kind is Kind.CODE or asked.name in CHILDREN)
+    ours = asked is not None and (asked.kind is ProgramKind.CODE or asked.name in CHILDREN)
     if not ours:
         return starting.start(arguments, **options)
     return Popen(list(arguments), **options)
@@ -188,7 +190,7 @@ class _Itself(Nursery):
     def __init__(self) -> None:
         super().__init__(())
 
-    def child(self, request: Request, files: Sequence[int]) -> int:
+    def child(self, request: ChildRequest, files: Sequence[int]) -> int:
         number = os.fork()
         if number == 0:
             becoming.become(request, files)
@@ -220,7 +222,7 @@ def _serve_beside(ours: socket.socket, orders: socket.socket, parent: int) -> No
         os._exit(0)
 
 
-def _prepare(asked: Request) -> None:
+def _prepare(asked: ChildRequest) -> None:
     """In a fork: let it start its own children warm, too."""
     os.closerange(3, 1024)
     if os.environ.get("PYTHONWARNINGS") == "ignore":
@@ -230,7 +232,7 @@ def _prepare(asked: Request) -> None:
     _computes_nothing = asked.name == "vramfit" and not {"--ranks", "--"} & set(asked.arguments)
     # A script may compute before it starts a child, and what has computed cannot be forked.
     beside = (
-        asked.kind is not Kind.MODULE
+        asked.kind is not ProgramKind.MODULE
         or asked.name == "pytest"
         or (asked.name == "vramfit" and not _computes_nothing)
     )

@@ -268,8 +268,9 @@ rank = dist.get_rank()
 device = torch.device("cuda", rank)
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(256 * (1 + rank), 512).to(device))
 model(torch.ones(8, 256 * (1 + rank), device=device)).sum().backward()
-seen = [sorted(os.environ.items()), sys.argv, sys.path, sys.flags, torch.initial_seed(), *sorted(sys.modules)]
+seen = [sorted(os.environ.items()), sys.argv, sys.path, sys.flags, *sorted(sys.modules)]
 Path(f"{rank}.txt").write_text("\\n".join(map(str, seen)))
+Path(f"{rank}.seed").write_text(str(torch.initial_seed()))
 """
 
 
@@ -297,6 +298,8 @@ def test_ranks_that_are_forks_do_what_those_of_new_interpreters_do(
         found.append(traces)
         texts = [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)]
         seen.append([text.replace("vramfit.launch.nursery.becoming\n", "") for text in texts])
+        seeds = {(tmp_path / f"{rank}.seed").read_text() for rank in range(2)}
+        assert len(seeds) == 2  # drawn by each process for itself
     assert forked == [2, 0]
     assert found[0] == found[1]
     for warm, cold in zip(*seen, strict=True):

@@ -1,6 +1,6 @@
 """Child interpreters that begin with torch imported: forks of a process that imported it once and never computes.
 
-- `requests`: what a fork is asked to become.
+- `child_request`: what a fork is asked to become.
 - `asking`: the side of the process that wants children.
 - `nursery_process`: the process that forks.
 - `becoming`: what a fork does before it is the program.

@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import Any
 
 from vramfit.launch import starting
-from vramfit.launch.nursery.requests import (
-    Request,
+from vramfit.launch.nursery.child_request import (
+    ChildRequest,
     difference,
     ignored_signals,
     request_for,
@@ -90,7 +90,7 @@ class Nursery:
         with self._lock:
             self._end()
 
-    def request(self, arguments: Any, cwd: Any, environ: Mapping[str, str]) -> Request | None:
+    def request(self, arguments: Any, cwd: Any, environ: Mapping[str, str]) -> ChildRequest | None:
         """What a fork would have to become; None where only a new interpreter will do."""
         if isinstance(arguments, str | bytes | os.PathLike) or environ != self.environ:
             return None
@@ -101,7 +101,7 @@ class Nursery:
             return None
         return replace(found, cwd=os.getcwd() if cwd is None else os.fspath(cwd))
 
-    def child(self, request: Request, files: Sequence[int]) -> int | None:
+    def child(self, request: ChildRequest, files: Sequence[int]) -> int | None:
         """Fork a child of this process; its number, None where there can be none: start it cold.
 
         Args:
@@ -186,7 +186,9 @@ class WarmPopen(subprocess.Popen[Any]):
         self._nursery = nursery
         super().__init__(arguments, **options)
 
-    def asked(self, arguments: Any, cwd: Any, environ: Mapping[str, str]) -> tuple[Nursery, Request] | None:
+    def asked(
+        self, arguments: Any, cwd: Any, environ: Mapping[str, str]
+    ) -> tuple[Nursery, ChildRequest] | None:
         """Which nursery is asked for a child, and for what; None where only a new interpreter will do."""
         request = None if self._nursery is None else self._nursery.request(arguments, cwd, environ)
         return None if self._nursery is None or request is None else (self._nursery, request)

@@ -20,9 +20,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from vramfit.launch.nursery.requests import Kind, Request
+from vramfit.launch.nursery.child_request import ChildRequest, ProgramKind
 
-before_program: list[Callable[[Request], object]] = []
+before_program: list[Callable[[ChildRequest], object]] = []
 """Called in each fork before the program begins; the tests have some."""
 
 _STREAMS = ("stdin", "stdout", "stderr")
@@ -33,7 +33,7 @@ search_path = list(sys.path)
 """Where the nursery finds modules, before any fork changes that."""
 
 
-def become(request: Request, files: Sequence[int]) -> NoReturn:
+def become(request: ChildRequest, files: Sequence[int]) -> NoReturn:
     """Go on as the program, and end as it would.
 
     Args:
@@ -62,7 +62,7 @@ def become(request: Request, files: Sequence[int]) -> NoReturn:
         os._exit(code)
 
 
-def settle(request: Request, files: Sequence[int]) -> None:
+def settle(request: ChildRequest, files: Sequence[int]) -> None:
     """Take over what a new interpreter gets from its parent, and forget what is the nursery's alone."""
     if request.session:
         os.setsid()
@@ -85,16 +85,26 @@ def settle(request: Request, files: Sequence[int]) -> None:
         setattr(sys, f"__{name}__", stream)
     tempfile.tempdir = None
     weakref.finalize._registry.clear()  # type: ignore[attr-defined]  # temporary folders are their maker's to delete
-    if "numpy.random" in sys.modules:  # Python's own are made anew by itself
-        sys.modules["numpy.random"].seed()
+    _draw_seeds()
     sys.path[:] = [*_own_path(request), *search_path]
-    sys.argv = [request.name if request.kind is Kind.SCRIPT else request.kind.value, *request.arguments]
+    sys.argv = [
+        request.name if request.kind is ProgramKind.SCRIPT else request.kind.value,
+        *request.arguments,
+    ]
     sys.orig_argv = list(request.words)
     for prepare in before_program:
         prepare(request)
 
 
-def _set_signals(request: Request) -> None:
+def _draw_seeds() -> None:
+    """Seed what libraries seeded by chance when they were imported; Python does so with its own after each fork."""
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()
+    if "torch" in sys.modules:
+        sys.modules["torch"].default_generator.seed()
+
+
+def _set_signals(request: ChildRequest) -> None:
     signal.set_wakeup_fd(-1)
     for number in signal.valid_signals():
         if number in request.ignored:
@@ -106,13 +116,13 @@ def _set_signals(request: Request) -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, set(request.blocked))
 
 
-def _own_path(request: Request) -> list[str]:
+def _own_path(request: ChildRequest) -> list[str]:
     """What Python adds to its search path for a program (``sys.path[0]``)."""
     if request.safe:
         return []
-    if request.kind is Kind.SCRIPT:
+    if request.kind is ProgramKind.SCRIPT:
         return [str(Path(request.name).resolve().parent)]
-    return [request.cwd] if request.kind is Kind.MODULE else [""]
+    return [request.cwd] if request.kind is ProgramKind.MODULE else [""]
 
 
 def _opened(number: int, name: str) -> Any:
@@ -133,18 +143,18 @@ def _opened(number: int, name: str) -> Any:
     return stream
 
 
-def _run(request: Request) -> None:
+def _run(request: ChildRequest) -> None:
     """Run a module, a script or Python source as ``__main__``."""
     main = ModuleType("__main__")
     sys.modules["__main__"] = main
     main.__dict__["__builtins__"] = builtins
     if _HAS_ANNOTATIONS:
         main.__annotations__ = {}
-    if request.kind is Kind.MODULE:
+    if request.kind is ProgramKind.MODULE:
         sys.modules.pop(request.name, None)
         runpy._run_module_as_main(request.name)  # type: ignore[attr-defined]
         return
-    if request.kind is Kind.SCRIPT:
+    if request.kind is ProgramKind.SCRIPT:
         main.__file__, main.__dict__["__cached__"] = request.name, None
         main.__loader__ = importlib.machinery.SourceFileLoader("__main__", request.name)
         code = compile(Path(request.name).read_bytes(), request.name, "exec")

@@ -20,7 +20,7 @@ from typing import NoReturn
 
 from vramfit.launch.nursery.asking import READY, SILENT
 from vramfit.launch.nursery.becoming import become
-from vramfit.launch.nursery.requests import Request
+from vramfit.launch.nursery.child_request import ChildRequest
 
 _LOOK = 1.0
 """Seconds between two looks whether the parent is still there: another child of it may hold the socket open."""
@@ -95,14 +95,14 @@ def serve(orders: socket.socket, parent: int) -> None:
         told, number = os.pipe()
         between = os.fork()
         if between == 0:
-            _fork_and_end(number, Request.unpacked(text), files, [told, orders.fileno()])
+            _fork_and_end(number, ChildRequest.unpacked(text), files, [told, orders.fileno()])
         os.waitpid(between, 0)
         orders.send(os.read(told, 100))
         for file in (told, number, *files):
             os.close(file)
 
 
-def _fork_and_end(number: int, request: Request, files: Sequence[int], ours: Sequence[int]) -> NoReturn:
+def _fork_and_end(number: int, request: ChildRequest, files: Sequence[int], ours: Sequence[int]) -> NoReturn:
     """Fork once more and end; the fork goes on when it has its parent."""
     here = os.getpid()
     child = os.fork()

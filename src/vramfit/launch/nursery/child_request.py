@@ -18,7 +18,7 @@ _PYTHON_SETS = {getattr(signal, name, None) for name in ("SIGPIPE", "SIGXFSZ")}
 """Signals that Python ignores by itself, whatever its parent does (Python/pylifecycle.c: init_signals)."""
 
 
-class Kind(Enum):
+class ProgramKind(Enum):
     """How a command line names its program."""
 
     MODULE = "-m"
@@ -27,7 +27,7 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Request:
+class ChildRequest:
     """A program to become.
 
     Attributes:
@@ -43,7 +43,7 @@ class Request:
     """
 
     words: list[str]
-    kind: Kind
+    kind: ProgramKind
     name: str
     arguments: list[str]
     safe: bool = False
@@ -63,7 +63,7 @@ class Request:
         return from_plain(json.loads(data), cls)
 
 
-def request_for(words: Sequence[str | os.PathLike[str]], options: Sequence[str] = ()) -> Request | None:
+def request_for(words: Sequence[str | os.PathLike[str]], options: Sequence[str] = ()) -> ChildRequest | None:
     """What a command line of this interpreter starts; None for any other command line.
 
     Args:
@@ -77,10 +77,12 @@ def request_for(words: Sequence[str | os.PathLike[str]], options: Sequence[str] 
     rest = line[len(own) :]
     safe = rest[:1] == ["-P"]
     rest = rest[safe:]
-    if len(rest) > 1 and rest[0] in (Kind.MODULE.value, Kind.CODE.value):
-        return Request(words=line, kind=Kind(rest[0]), name=rest[1], arguments=rest[2:], safe=safe)
+    if len(rest) > 1 and rest[0] in (ProgramKind.MODULE.value, ProgramKind.CODE.value):
+        return ChildRequest(
+            words=line, kind=ProgramKind(rest[0]), name=rest[1], arguments=rest[2:], safe=safe
+        )
     if rest and not rest[0].startswith("-"):
-        return Request(words=line, kind=Kind.SCRIPT, name=rest[0], arguments=rest[1:], safe=safe)
+        return ChildRequest(words=line, kind=ProgramKind.SCRIPT, name=rest[0], arguments=rest[1:], safe=safe)
     return None
 
 
