@@ -11,12 +11,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from analysis.synthetic import oom_run, quick_run
 from vramfit.errors import UsageError
+from vramfit.files import Backend, Writes
 from vramfit.gpus import find_gpu
 from vramfit.launch import nursery as nursery_module
 from vramfit.options.run_options import RunOptions
@@ -281,10 +283,10 @@ def test_ranks_that_are_forks_do_what_those_of_new_interpreters_do(
     """The same traces to the byte, and the same modules, variables and arguments for the program."""
     script, found, seen, forked = written(tmp_path, RANKED), [], [], []
     monkeypatch.delenv("PYTEST_CURRENT_TEST")
-    options = replace(H100, writes="real", cwd=tmp_path)
-    for opened in (world_run._nursery, lambda _: contextlib.nullcontext()):
-        with opened(options) as nursery:
-            monkeypatch.setattr(world_run, "_nursery", lambda _: contextlib.nullcontext())
+    options = replace(H100, writes=Writes.REAL, cwd=str(tmp_path))
+    for opened in (world_run._nursery, lambda *_: contextlib.nullcontext()):
+        with opened(options, VirtualSettings()) as nursery:
+            monkeypatch.setattr(world_run, "_nursery", lambda *_: contextlib.nullcontext())
             monkeypatch.setattr("vramfit.launch.interrupts.start", nursery_module.start)
             ran = run_world(lambda _: [str(script)], options, World(size=2), rank_choice("all", 2))
             forked.append(0 if nursery is None else nursery.forked)
@@ -307,12 +309,18 @@ def test_ranks_that_are_forks_do_what_those_of_new_interpreters_do(
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{"host_memory": True}, {"backend": "patches"}, {"cudnn": "."}],
+    ("changes", "settings"),
+    [
+        ({"host_memory": True}, VirtualSettings()),
+        ({}, VirtualSettings(backend=Backend.PATCHES)),
+        ({"cudnn": "."}, VirtualSettings()),
+    ],
     ids=["its memory is metered", "files are protected by patches", "cuDNN is asked"],
 )
-def test_ranks_are_no_forks_where_that_would_change_them(changes: dict[str, object]) -> None:
-    with world_run._nursery(replace(H100, **changes)) as nursery:
+def test_ranks_are_no_forks_where_that_would_change_them(
+    changes: dict[str, Any], settings: VirtualSettings
+) -> None:
+    with world_run._nursery(replace(H100, **changes), settings) as nursery:
         assert nursery is None
 
 
