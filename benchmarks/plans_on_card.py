@@ -25,11 +25,12 @@ from unittest.mock import patch
 from vramfit import Plan
 from vramfit.errors import VramfitError
 from vramfit.gpus import GpuSpec, find_gpu
-from vramfit.planner import planner_run
+from vramfit.planner import asking
 from vramfit.planner.plan_file import PlanStep
-from vramfit.planner.planner_job import AskedRun, MemoryBudget
+from vramfit.planner.planner_job import MemoryBudget
 from vramfit.planner.planner_run import measure_in_child
 from vramfit.planner.verification import CardRun
+from vramfit.planner.verify_questions import AskedRun
 from vramfit.techniques import Choice, find_technique
 from vramfit.techniques.activation_checkpointing import Checkpointing
 from vramfit.units import format_bytes, parse_bytes
@@ -192,7 +193,7 @@ def _on_card(
 @contextlib.contextmanager
 def in_place_of_the_card(gpu: GpuSpec) -> Iterator[None]:
     """Let children that ask for the card have a virtual one."""
-    plain = planner_run.child_command
+    plain = asking.child_command
 
     def command(folder: Path, device: str) -> list[str]:
         if device != "card":
@@ -208,7 +209,7 @@ def in_place_of_the_card(gpu: GpuSpec) -> Iterator[None]:
             str(folder),
         ]
 
-    with patch.object(planner_run, "child_command", command):
+    with patch.object(asking, "child_command", command):
         yield
 
 

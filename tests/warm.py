@@ -254,12 +254,14 @@ def _import_everything(more: Sequence[str]) -> None:
     import vramfit.virtual.gpu
     import vramfit.virtual.ranks.one_process
     import vramfit.virtual.virtual_child
+    from vramfit.planner.questions import QUESTIONS
 
     # Not of `inference`: its caches import transformers.
     for package in (vramfit.analysis, vramfit.api, vramfit.report, vramfit.techniques):
         for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             importlib.import_module(found.name)
-    for name in (*_MODULES, *more):
+    questions = {name.partition(":")[0] for name in QUESTIONS}
+    for name in (*_MODULES, *sorted(questions), *more):
         importlib.import_module(name)
     becoming.search_path[:] = sys.path[1:]
     becoming.before_program.append(_prepare)

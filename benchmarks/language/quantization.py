@@ -35,7 +35,7 @@ from rich.table import Table
 
 import vramfit
 from vramfit.planner.quantization.format_choice import FormatSearch
-from vramfit.planner.quantization.format_trial import FormatQuestion
+from vramfit.planner.quantization.format_trial import ModelUse
 from vramfit.techniques.quantization.byte_program import FormatProgram, FormatTable, LayerScores
 from vramfit.techniques.quantization.quality import LogitsDivergence, measured, with_formats
 from vramfit.techniques.quantization.weight_formats import (
@@ -59,7 +59,7 @@ def search_for(layers: int, steps: int, formats: tuple[WeightFormat, ...] = FORM
 
     began = time.time()
     model = trained(layers, steps)
-    question = FormatQuestion(batches=(batch(0),))
+    question = ModelUse(batches=(batch(0),))
 
     def make() -> torch.nn.Module:
         with torch.random.fork_rng(devices=[]):

@@ -8,7 +8,7 @@ from torch import nn
 
 from vramfit.gpus import find_gpu
 from vramfit.planner.devices.virtual_backend import VirtualBackend
-from vramfit.planner.quantization.format_trial import FormatQuestion, format_table, run_formats, try_formats
+from vramfit.planner.quantization.format_trial import ModelUse, format_table, run_formats, try_formats
 from vramfit.techniques.quantization.byte_program import FormatTable
 from vramfit.techniques.quantization.weight_formats import WeightFormat
 
@@ -20,7 +20,7 @@ class BytesHere:
         make: makes the model on the CPU; values do not matter.
     """
 
-    def __init__(self, make: Callable[[], nn.Module], question: FormatQuestion, card: str) -> None:
+    def __init__(self, make: Callable[[], nn.Module], question: ModelUse, card: str) -> None:
         self.spec = find_gpu(card)
         self.device = VirtualBackend(self.spec)
         self._make, self._question = make, question

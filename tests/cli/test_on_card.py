@@ -17,9 +17,10 @@ from tests.planner.test_plan_objects import _plan
 from vramfit.errors import UsageError
 from vramfit.gpus import find_gpu
 from vramfit.planner.plan_file import PlanFigures, PlanTarget
-from vramfit.planner.planner_job import AskedRun, DeviceMemory, MemoryBudget
+from vramfit.planner.planner_job import DeviceMemory, MemoryBudget
 from vramfit.planner.planner_run import measure_in_child
 from vramfit.planner.verification import CardRun, Measured, Verification
+from vramfit.planner.verify_questions import AskedRun
 from vramfit.report import print_report
 from vramfit.techniques import Numerics
 
@@ -46,9 +47,9 @@ def file(tmp_path: Path) -> Path:
 @pytest.fixture
 def rtx_4090(monkeypatch: pytest.MonkeyPatch) -> None:
     """An RTX 4090 in this machine, as far as children that ask for the card can tell."""
-    from vramfit.planner import planner_run
+    from vramfit.planner import asking
 
-    plain = planner_run.child_command
+    plain = asking.child_command
 
     def command(folder: Path, device: str) -> list[str]:
         if device != "card":
@@ -56,7 +57,7 @@ def rtx_4090(monkeypatch: pytest.MonkeyPatch) -> None:
         start = [sys.executable, "-P", "-m", "vramfit", "run", "--gpu", "RTX 4090", "--writes", "real", "-m"]
         return [*start, "vramfit.planner.planner_child", str(folder)]
 
-    monkeypatch.setattr(planner_run, "child_command", command)
+    monkeypatch.setattr(asking, "child_command", command)
 
 
 @pytest.mark.slow
@@ -179,7 +180,7 @@ def test_a_run_that_never_ended_is_shown_as_that() -> None:
 
 
 def test_children_have_the_variables_that_decide(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vramfit.planner.planner_run import child_environ
+    from vramfit.planner.asking import child_environ
 
     for name in ("KINETO_LOG_LEVEL", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)

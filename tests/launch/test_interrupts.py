@@ -119,7 +119,7 @@ def test_the_signals_of_a_program_that_calls_the_planner_are_left_alone(
         seen.append((signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)))
         return 1
 
-    monkeypatch.setattr("vramfit.planner.planner_run.run_child", looked)
+    monkeypatch.setattr("vramfit.planner.asking.run_child", looked)
     file = tmp_path / "work.py"
     file.touch()
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)

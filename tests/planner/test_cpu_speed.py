@@ -11,9 +11,9 @@ from torch import nn
 from vramfit.planner import planner_run, trial_attempts
 from vramfit.planner.devices import cpu_backend
 from vramfit.planner.plan_file import PlanFigures, PlanTarget, write_plan
-from vramfit.planner.planner_job import Answer, VerifyValuesJob
 from vramfit.planner.plans import Plan
 from vramfit.planner.verification import ValuesCheck
+from vramfit.planner.verify_questions import PlanValuesQuestion
 from vramfit.workload import Workload
 
 _STEP = 6_000_000_000
@@ -45,14 +45,14 @@ def test_a_verification_reckons_with_the_same_speed(monkeypatch: pytest.MonkeyPa
     plan = Plan(entries=(), aim=PlanTarget(device="CPU", budget_bytes=1 << 30), before=figures, after=figures)
     write_plan(tmp_path / "plan.toml", plan)
     (tmp_path / "work.py").write_text("")
-    jobs = []
+    questions = []
 
-    def run_task(job: VerifyValuesJob, kind: type[ValuesCheck], progress: object) -> Answer[ValuesCheck]:
-        jobs.append(job)
-        return Answer(found=kind(sizes={}, skipped="nothing ran"), card_here=False)
+    def ask(question: PlanValuesQuestion, *_about: object, progress: object) -> ValuesCheck:
+        questions.append(question)
+        return ValuesCheck(sizes={}, skipped="nothing ran")
 
-    monkeypatch.setattr(planner_run, "run_task", run_task)
+    monkeypatch.setattr(planner_run, "ask", ask)
     planner_run.verify_in_child(
         tmp_path / "plan.toml", planner_run.VerifyOptions(memory=False), target=f"{tmp_path}/work.py:w"
     )
-    assert jobs[0].step_seconds == cpu_backend.cpu_seconds(_STEP) == _STEP / cpu_backend.CPU_FLOPS
+    assert questions[0].step_seconds == cpu_backend.cpu_seconds(_STEP) == _STEP / cpu_backend.CPU_FLOPS

@@ -17,7 +17,7 @@ from vramfit.planner.devices.virtual_backend import VirtualBackend
 from vramfit.planner.live_choice import LiveModel
 from vramfit.planner.quantization.format_choice import FormatChoice, FormatSearch, without_raising
 from vramfit.planner.quantization.format_trial import (
-    FormatQuestion,
+    ModelUse,
     format_table,
     run_formats,
     try_formats,
@@ -58,7 +58,7 @@ def rows(count: int = 20) -> torch.Tensor:
 class Here:
     """Bytes of a virtual card in this process."""
 
-    def __init__(self, question: FormatQuestion) -> None:
+    def __init__(self, question: ModelUse) -> None:
         self.device, self.question = VirtualBackend(CARD), question
 
     def table(self, formats: Sequence[WeightFormat]) -> FormatTable:
@@ -72,7 +72,7 @@ class Here:
 
 @pytest.fixture(scope="module")
 def search() -> Iterator[FormatSearch]:
-    question = FormatQuestion(batches=(rows(),))
+    question = ModelUse(batches=(rows(),))
     yield FormatSearch(
         Deep().eval(),
         question,
@@ -167,7 +167,7 @@ def test_formats_that_raise_the_peak_are_refused_with_figures() -> None:
     def make() -> nn.Module:
         return nn.Sequential(nn.Linear(WIDE, WIDE, bias=False, dtype=torch.bfloat16)).eval()
 
-    table = format_table(device, make, FormatQuestion(batches=(rows(),)), [INT8, INT4])
+    table = format_table(device, make, ModelUse(batches=(rows(),)), [INT8, INT4])
     left, refused = without_raising(table, [INT8, INT4])
     assert set(left.layers[0].weight) == {"none", "int4"}
     [line] = refused
@@ -175,7 +175,7 @@ def test_formats_that_raise_the_peak_are_refused_with_figures() -> None:
     table = format_table(
         device,
         lambda: nn.Linear(64, 64, bias=False, dtype=torch.bfloat16).eval(),
-        FormatQuestion(batches=(rows()[:, :64].contiguous(),)),
+        ModelUse(batches=(rows()[:, :64].contiguous(),)),
         [INT4],
     )
     assert without_raising(table, [INT4])[0].layers[0].weight.keys() == {"none"}  # rows are padded to 1,024
@@ -190,7 +190,7 @@ def test_formats_that_raise_the_peak_are_refused_with_figures() -> None:
     ],
 )
 def test_bad_input_is_one_line(model: nn.Module, formats: Sequence[WeightFormat], line: str) -> None:
-    question = FormatQuestion(batches=(torch.rand(1, 64),))
+    question = ModelUse(batches=(torch.rand(1, 64),))
     card = find_gpu("RTX 3090") if formats[0] is WeightFormat.FP8 else CARD
     with pytest.raises(UsageError, match=line):
         FormatSearch(model, question, Here(question), card=card, formats=formats)

@@ -15,7 +15,7 @@ from tests.planner.test_search import CONTEXT, GPU, MIB
 from tests.planner.test_search_clock import Second, Timed, request
 
 from vramfit.planner.candidates import Candidates
-from vramfit.planner.planner_job import DeviceMemory, MemoryBudget, PlanJob, PlanOptions
+from vramfit.planner.planner_job import DeviceMemory, MemoryBudget, PlannerJob, PlanOptions
 from vramfit.planner.planner_run import plan_in_child
 from vramfit.planner.plans import Plan
 from vramfit.planner.search import PlanSearch
@@ -23,7 +23,7 @@ from vramfit.planner.search_cache import SearchCache
 from vramfit.planner.search_clock import TIME_OVER, SearchClock
 from vramfit.planner.search_evidence import SEARCH_FILE, Evidence, digest_of, earlier_searches
 
-JOB = PlanJob(target="work.py:training", memory=DeviceMemory(device="cuda", gpu=GPU, budget=1 << 30))
+JOB = PlannerJob(target="work.py:training", memory=DeviceMemory(device="cuda", gpu=GPU, budget=1 << 30))
 
 
 def searched(folder: Path, *, limit: float | None = None, **other: Any) -> tuple[Plan, Timed, SearchCache]:

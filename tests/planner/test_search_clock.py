@@ -17,7 +17,7 @@ from tests import warm
 from tests.planner.test_search import CONTEXT, GPU, MIB, workload
 
 from vramfit.errors import UsageError
-from vramfit.planner import gradient_check, planner_child
+from vramfit.planner import gradient_check
 from vramfit.planner.api import plan as plan_for
 from vramfit.planner.candidates import Candidates
 from vramfit.planner.devices.cost import StepCost
@@ -25,8 +25,10 @@ from vramfit.planner.devices.virtual_backend import VirtualBackend
 from vramfit.planner.gradient_check import Compared, promised_plan
 from vramfit.planner.largest_size import search_for
 from vramfit.planner.plan_file import plan_from_toml, plan_to_toml
-from vramfit.planner.planner_job import MemoryBudget, PlanJob, PlanOptions
+from vramfit.planner.plan_question import PlanQuestion
+from vramfit.planner.planner_job import MemoryBudget, PlanOptions
 from vramfit.planner.plans import NothingFits, Plan, PlanRequest
+from vramfit.planner.questions import Asked
 from vramfit.planner.search import PlanSearch
 from vramfit.planner.search_clock import INTERRUPTED, TIME_OVER, SearchClock, SearchStopped
 from vramfit.workload import Workload
@@ -179,14 +181,15 @@ def test_the_first_run_is_no_measure_of_the_others() -> None:
 
 
 def test_the_start_of_the_planners_process_counts() -> None:
-    job = PlanJob(
+    asked = Asked(
+        workload=workload(256, 1 << 16),
+        device=VirtualBackend(GPU, alloc_conf="", host_bytes=1 << 34),
         memory=MemoryBudget(gpu=GPU, budget=CONTEXT + 800 * MIB, host_bytes=1 << 34).settled(),
-        options=PlanOptions(search_seconds=1000.0, allow=sorted(ALLOWED)),
         asked_at=time.time() - 999.99,
     )
-    device = VirtualBackend(GPU, alloc_conf="", host_bytes=1 << 34)
+    question = PlanQuestion(options=PlanOptions(search_seconds=1000.0, allow=sorted(ALLOWED)))
     with pytest.raises(NothingFits, match=r"no plan for .* yet: the search had no more time after 1 runs"):
-        planner_child.plan(workload(256, 1 << 16), device, job, lambda _: None)
+        question.answer(asked)
 
 
 def test_what_was_over_before_counts() -> None:

@@ -15,10 +15,12 @@ from vramfit.errors import UsageError
 from vramfit.gpus import find_gpu
 from vramfit.planner.candidates import Candidates
 from vramfit.planner.devices.virtual_backend import VirtualBackend
-from vramfit.planner.planner_child import fit, verify_values
-from vramfit.planner.planner_job import DeviceMemory, FitJob, VerifyValuesJob
+from vramfit.planner.planner_job import DeviceMemory
 from vramfit.planner.plans import NothingFits, PlanRequest, sizes_of
+from vramfit.planner.questions import Asked
 from vramfit.planner.search import PlanSearch
+from vramfit.planner.size_questions import SizeQuestion
+from vramfit.planner.verify_questions import PlanValuesQuestion
 from vramfit.planner.workload_check import check_workload
 from vramfit.workload import Workload
 
@@ -28,6 +30,10 @@ _MEMORY = DeviceMemory(device="cpu", gpu=None, budget=1 << 33, host_bytes=1 << 3
 
 def _device() -> VirtualBackend:
     return VirtualBackend(find_gpu("RTX 4090"), alloc_conf="", host_bytes=1 << 34)
+
+
+def _asked(workload: Workload) -> Asked:
+    return Asked(workload=workload, device=_device(), memory=_MEMORY)
 
 
 def _plan(workload: Workload, budget: int, *allowed: str) -> None:
@@ -65,7 +71,7 @@ def test_sizes_that_are_not_there_are_refused() -> None:
     with pytest.raises(UsageError, match=r"no size 'images'\. It has batch_size"):
         sizes_of(toy, {"images": 3})
     with pytest.raises(UsageError, match="no size 'images'"):
-        fit(toy, _device(), FitJob(memory=_MEMORY, size="images"), print)
+        SizeQuestion(size="images").answer(_asked(toy))
 
 
 def test_a_technique_that_is_not_there_is_refused() -> None:
@@ -95,13 +101,13 @@ def test_of_inference_outputs_are_compared_and_of_frozen_models_nothing(tmp_path
     plan = _plan_file(channels_last={})
     file = tmp_path / "plan.toml"
     replace(plan, entries=(), aim=replace(plan.aim, sizes=dict(toy.sizes))).save(file)
-    job = VerifyValuesJob(memory=_MEMORY, plan=str(file), steps=2, seconds=5.0, step_seconds=1e-3)
-    found = verify_values(toy, _device(), job, lambda _text: None)
+    question = PlanValuesQuestion(plan=str(file), steps=2, seconds=5.0, step_seconds=1e-3)
+    found = question.answer(_asked(toy))
     assert (found.gradients, found.losses) == (None, None)
     assert found.outputs is not None
     assert (found.outputs.outputs, found.outputs.equal, found.outputs.passes) == (1, 1, True)
     own = replace(toy, step=lambda state, batch: state.model(batch).detach())
-    found = verify_values(own, _device(), job, lambda _text: None)
+    found = question.answer(_asked(own))
     assert (found.gradients, found.losses, found.outputs) == (None, None, None)
     assert list(found.notes) == [
         "no gradients were compared: no parameter had one",
@@ -114,8 +120,7 @@ def test_a_plain_program_whose_loss_is_no_number_is_told(tmp_path: Path) -> None
     assert toy.loss is not None
     plain = toy.loss
     _plan_file(tf32={}).save(tmp_path / "plan.toml")
-    job = VerifyValuesJob(
-        memory=_MEMORY,
+    question = PlanValuesQuestion(
         plan=str(tmp_path / "plan.toml"),
         sizes={"batch_size": 4},
         steps=2,
@@ -123,9 +128,4 @@ def test_a_plain_program_whose_loss_is_no_number_is_told(tmp_path: Path) -> None
         step_seconds=1e-3,
     )
     with pytest.raises(UsageError, match="the plain program's loss is nan: nothing can be compared with it"):
-        verify_values(
-            replace(toy, loss=lambda model, batch: plain(model, batch) * float("nan")),
-            _device(),
-            job,
-            print,
-        )
+        question.answer(_asked(replace(toy, loss=lambda model, batch: plain(model, batch) * float("nan"))))

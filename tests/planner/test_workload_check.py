@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,17 +14,12 @@ from torch import nn
 
 from vramfit.gpus import find_gpu
 from vramfit.launch.job import Failure
-from vramfit.planner import planner_child
 from vramfit.planner.devices.virtual_backend import VirtualBackend
-from vramfit.planner.planner_job import (
-    DeviceMemory,
-    FitJob,
-    PlanJob,
-    PlannerJob,
-    PlanOptions,
-    VerifyMemoryJob,
-    VerifyValuesJob,
-)
+from vramfit.planner.plan_question import PlanQuestion
+from vramfit.planner.planner_job import DeviceMemory, PlanOptions
+from vramfit.planner.questions import Asked, Question
+from vramfit.planner.size_questions import SizeQuestion
+from vramfit.planner.verify_questions import PlanMemoryQuestion, PlanValuesQuestion
 from vramfit.planner.workload_check import failure_of_task, workload_failure
 from vramfit.workload import Workload
 
@@ -83,25 +77,23 @@ def _plan_file(tmp_path: Path, sizes: dict[str, int]) -> str:
     return str(tmp_path / "plan.toml")
 
 
-def _verbs(plan: str, *, applied: bool = False) -> dict[Callable[..., Any], PlannerJob]:
-    """What each task is asked, on a plan where it takes one; ``fit`` takes one where it is to be applied."""
-    options = PlanOptions(allow=["tf32"], time_limit=5.0)
-    return {
-        planner_child.plan: PlanJob(target="work.py:training", memory=MEMORY, options=options),
-        planner_child.fit: FitJob(memory=MEMORY, plan=plan if applied else None),
-        planner_child.verify_memory: VerifyMemoryJob(memory=MEMORY, plan=plan),
-        planner_child.verify_values: VerifyValuesJob(
-            memory=MEMORY, plan=plan, steps=2, seconds=5.0, step_seconds=1e-3
-        ),
-    }
+def _verbs(plan: str, *, applied: bool = False) -> dict[type[Question[Any]], Question[Any]]:
+    """What each verb asks, of a plan where it takes one; ``fit`` takes one where it is to be applied."""
+    asked: list[Question[Any]] = [
+        PlanQuestion(options=PlanOptions(allow=["tf32"], time_limit=5.0)),
+        SizeQuestion(plan=plan if applied else None),
+        PlanMemoryQuestion(plan=plan),
+        PlanValuesQuestion(plan=plan, steps=2, seconds=5.0, step_seconds=1e-3),
+    ]
+    return {type(question): question for question in asked}
 
 
-def _asked(task: Callable[..., Any], workload: Workload, job: PlannerJob) -> Failure:
-    device = VirtualBackend(CARD, alloc_conf="", host_bytes=1 << 33)
+def _asked(question: Question[Any], workload: Workload) -> Failure:
+    target, device = "work.py:training", VirtualBackend(CARD, alloc_conf="", host_bytes=1 << 33)
     try:
-        task(workload, device, job, lambda _text: None)
+        question.answer(Asked(workload=workload, device=device, memory=MEMORY, target=target))
     except Exception as error:
-        return failure_of_task(error, "work.py:training")
+        return failure_of_task(error, target)
     raise AssertionError("nothing was wrong")
 
 
@@ -110,9 +102,9 @@ def _asked(task: Callable[..., Any], workload: Workload, job: PlannerJob) -> Fai
 @pytest.mark.usefixtures("fit_interpreter")
 def test_each_verb_says_the_same_line(name: str, tmp_path: Path) -> None:
     workload, message, hint = BAD[name]
-    for task, given in _verbs(_plan_file(tmp_path, dict(workload.sizes))).items():
-        found = _asked(task, workload, given)
-        assert message in found.message, task.__name__
+    for kind, question in _verbs(_plan_file(tmp_path, dict(workload.sizes))).items():
+        found = _asked(question, workload)
+        assert message in found.message, kind.__name__
         assert "\n" not in found.message
         assert found.hint == hint
         assert found.code == 2
@@ -122,16 +114,16 @@ def test_each_verb_says_the_same_line(name: str, tmp_path: Path) -> None:
 def test_a_model_on_the_wrong_device_is_told_by_each_verb(tmp_path: Path) -> None:
     workload = replace(MLP, model=lambda: nn.Sequential(nn.Linear(16, 3)).cuda())
     asked = _verbs(_plan_file(tmp_path, dict(workload.sizes)))
-    for task in (planner_child.plan, planner_child.fit, planner_child.verify_memory):
-        found = _asked(task, workload, asked[task])
-        assert found.message == "model makes 0.weight on cuda:0", task.__name__
+    for kind in (PlanQuestion, SizeQuestion, PlanMemoryQuestion):
+        found = _asked(asked[kind], workload)
+        assert found.message == "model makes 0.weight on cuda:0", kind.__name__
         assert found.hint == "Make the model on the CPU: it is moved to the device"
 
 
 @pytest.mark.usefixtures("fit_interpreter")
 def test_a_tensor_that_stays_behind_is_told_with_what_to_do() -> None:
     workload = replace(MLP, model=Table, batch=lambda batch_size: torch.ones(batch_size, 16), loss=_sum)
-    found = _asked(planner_child.fit, workload, FitJob(memory=MEMORY))
+    found = _asked(SizeQuestion(), workload)
     assert found.message.startswith(
         "tensors on different devices meet (Expected all tensors to be on the same"
     )
@@ -149,24 +141,21 @@ def test_a_plan_with_an_unknown_technique_or_size_is_told(tmp_path: Path) -> Non
     asked = _verbs(str(plan), applied=True)
     text = plan.read_text()
     plan.write_text(text.replace('"tf32"', '"tensor-float"'))
-    for task in (planner_child.fit, planner_child.verify_memory, planner_child.verify_values):
-        found = _asked(task, MLP, asked[task])
-        assert "no technique 'tensor-float'" in found.message, task.__name__
+    for kind in (SizeQuestion, PlanMemoryQuestion, PlanValuesQuestion):
+        found = _asked(asked[kind], MLP)
+        assert "no technique 'tensor-float'" in found.message, kind.__name__
         assert found.hint
         assert found.code == 2
     plan.write_text(text.replace("batch_size", "images"))
-    found = _asked(planner_child.verify_memory, MLP, asked[planner_child.verify_memory])
+    found = _asked(asked[PlanMemoryQuestion], MLP)
     assert found.message == "the workload has no size 'images'"
     assert found.hint == "It has batch_size"
 
 
 def test_what_no_batch_fits_says_what_one_takes() -> None:
-    found = planner_child.fit(
-        MLP,
-        VirtualBackend(CARD, alloc_conf="", host_bytes=0),
-        FitJob(memory=replace(MEMORY, budget=CARD.typical_context_bytes + 1)),
-        lambda _text: None,
-    )
+    device = VirtualBackend(CARD, alloc_conf="", host_bytes=0)
+    memory = replace(MEMORY, budget=CARD.typical_context_bytes + 1)
+    found = SizeQuestion().answer(Asked(workload=MLP, device=device, memory=memory))
     assert found.value == 0
     assert found.least_bytes > CARD.typical_context_bytes
 

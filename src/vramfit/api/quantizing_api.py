@@ -22,7 +22,7 @@ from vramfit.planner.quantization.format_choice import (
     bytes_elsewhere,
     refuse_by_weights,
 )
-from vramfit.planner.quantization.format_trial import FormatQuestion
+from vramfit.planner.quantization.format_trial import ModelUse
 from vramfit.techniques.core.attached_program import AttachedProgram
 from vramfit.techniques.quantization.fused_experts import split_experts
 from vramfit.techniques.quantization.quantised_layers import quantise_layers
@@ -146,7 +146,7 @@ def quantized(
 
 def _found(
     live: LiveModel,
-    question: FormatQuestion,
+    question: ModelUse,
     named: list[WeightFormat] | None,
     quality: Any,
     progress: Any,
@@ -164,13 +164,13 @@ def _parsed(formats: Any) -> list[WeightFormat]:
     return [parse_format(one) for one in formats]
 
 
-def _question(batches: Any, use: Any) -> FormatQuestion:
+def _question(batches: Any, use: Any) -> ModelUse:
     if batches is None:
         raise UsageError("nothing says what the model is called with", "Give a batch, or a list of them")
     given = tuple(batches) if isinstance(batches, list) else (batches,)
     if not given:
         raise UsageError("batches=[] holds no batch", "Give a batch, or a list of them")
-    return FormatQuestion(
+    return ModelUse(
         batches=given,
         use=None if use is None else call_argument("use", use),
     )
@@ -178,7 +178,7 @@ def _question(batches: Any, use: Any) -> FormatQuestion:
 
 def _chosen(
     live: LiveModel,
-    question: FormatQuestion,
+    question: ModelUse,
     formats: list[WeightFormat] | None,
     quality: Any,
     told: Callable[[str], None],

@@ -22,7 +22,7 @@ from vramfit.arguments import (
 )
 from vramfit.gpus import GpuSpec, find_gpu
 from vramfit.launch.interrupts import signals_kept
-from vramfit.planner.planner_job import PRICE, MemoryBudget, PlanJob, PlanOptions, budget_for_any_card
+from vramfit.planner.planner_job import PRICE, MemoryBudget, PlanOptions, budget_for_any_card
 from vramfit.planner.planner_run import (
     VerifyOptions,
     fit_in_child,
@@ -131,7 +131,7 @@ def _plan_here(workload: Workload, memory: MemoryBudget, options: PlanOptions, p
     from vramfit.planner.workload_check import check_workload
 
     space = memory.settled()
-    request = plan_request(workload, PlanJob(memory=space, options=options))
+    request = plan_request(workload, options, space)
     check_workload(workload, request.sizes)
     if request.objective == PRICE:
         from vramfit.planner.cheapest_card import cheapest_plan

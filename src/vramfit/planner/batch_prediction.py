@@ -11,17 +11,31 @@ import torch
 from torch import nn
 
 from vramfit.gpus import GpuSpec
+from vramfit.planner.asking import ask
 from vramfit.planner.devices.cost import DeviceBackend, own_step_cost
-from vramfit.planner.live_choice import LiveModel, asked_about
-from vramfit.planner.planner_job import PredictBatchJob
+from vramfit.planner.live_choice import LiveModel
+from vramfit.planner.questions import Asked, Question
 from vramfit.runtime.batch_search import BatchTrial, batch_search
 from vramfit.workload import to_device
 
 Progress = Callable[[str], None]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PredictedBatch:
+    """What the virtual GPU says.
+
+    Attributes:
+        size: the largest that fits; 0 where none does.
+        runs: sizes that were run to find it.
+    """
+
+    size: int
+    runs: int
+
+
 @dataclass(frozen=True, kw_only=True)
-class BatchQuestion:
+class BatchQuestion(Question[PredictedBatch]):
     """A step and what it uses; goes to another process as one, so that the step finds its model and optimizer there.
 
     Attributes:
@@ -42,18 +56,9 @@ class BatchQuestion:
     most: int
     steps: int
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PredictedBatch:
-    """What the virtual GPU says.
-
-    Attributes:
-        size: the largest that fits; 0 where none does.
-        runs: sizes that were run to find it.
-    """
-
-    size: int
-    runs: int
+    def answer(self, asked: Asked) -> PredictedBatch:
+        """See `Question.answer`."""
+        return largest_on(asked.device, asked.packed, asked.memory.budget, asked.progress)
 
 
 def predict_batch(
@@ -76,13 +81,7 @@ def predict_batch(
         VramfitError: the step fails there.
     """
     live = LiveModel(model=question.models[0], device=device, budget=budget, gpu=gpu)
-    return asked_about(
-        live,
-        question,
-        lambda target, memory: PredictBatchJob(target=target, memory=memory),
-        PredictedBatch,
-        progress,
-    )
+    return ask(question, live, progress=progress)
 
 
 def largest_on(

@@ -13,9 +13,10 @@ from torch import nn
 from vramfit.gpus import GpuSpec
 from vramfit.inference.peak_bound import PeakBound, fitted_bound
 from vramfit.inference.token_batches import TokenBatches, TokenBatchSettings
+from vramfit.planner.asking import ask
 from vramfit.planner.devices.cost import DeviceBackend, own_step_cost
-from vramfit.planner.live_choice import LiveModel, asked_about
-from vramfit.planner.planner_job import MeasureShapesJob
+from vramfit.planner.live_choice import LiveModel
+from vramfit.planner.questions import Asked, Question
 from vramfit.workload import call_model, to_device
 
 Progress = Callable[[str], None]
@@ -24,20 +25,6 @@ MakeBatch = Callable[[int, int], Any]
 
 _MOST_LENGTHS = 10
 """Lengths at which a bound is fitted; between them the largest shape of each bucket is measured itself."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShapesQuestion:
-    """Items that are to be put into batches; goes to another process.
-
-    Attributes:
-        lengths: of the items.
-        settings: of the batches; their budget is replaced by what torch may reserve.
-    """
-
-    make_batch: MakeBatch
-    lengths: tuple[int, ...]
-    settings: TokenBatchSettings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,6 +58,24 @@ class MeasuredShapes:
         return bound
 
 
+@dataclass(frozen=True, kw_only=True)
+class ShapesQuestion(Question[MeasuredShapes]):
+    """Items that are to be put into batches; goes to another process.
+
+    Attributes:
+        lengths: of the items.
+        settings: of the batches; their budget is replaced by what torch may reserve.
+    """
+
+    make_batch: MakeBatch
+    lengths: tuple[int, ...]
+    settings: TokenBatchSettings
+
+    def answer(self, asked: Asked) -> MeasuredShapes:
+        """See `Question.answer`."""
+        return shapes_on(asked.device, asked.workload.model, self, asked.memory.budget, asked.progress)
+
+
 def token_ids(items: int, length: int) -> dict[str, torch.Tensor]:
     """The arguments that a language model of transformers takes, with nothing masked."""
     shape = (items, length)
@@ -102,13 +107,7 @@ def measure_shapes(
         VramfitError: the model fails.
     """
     live = LiveModel(model=model, device=device, budget=budget, gpu=gpu)
-    return asked_about(
-        live,
-        question,
-        lambda target, memory: MeasureShapesJob(target=target, memory=memory),
-        MeasuredShapes,
-        progress,
-    )
+    return ask(question, live, progress=progress)
 
 
 def shapes_on(

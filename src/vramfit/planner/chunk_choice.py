@@ -13,9 +13,10 @@ from torch import nn
 from vramfit.errors import UsageError
 from vramfit.gpus import GpuSpec
 from vramfit.inference.input_chunks import ChunkSettings, call_in_chunks, find_input_cut, moved
+from vramfit.planner.asking import ask
 from vramfit.planner.devices.cost import DeviceBackend, own_step_cost
-from vramfit.planner.live_choice import LiveModel, asked_about
-from vramfit.planner.planner_job import ChooseChunkJob
+from vramfit.planner.live_choice import LiveModel
+from vramfit.planner.questions import Asked, Question
 from vramfit.planner.tile_search import TileCost, TileOption, TileSearch
 from vramfit.units import format_bytes
 from vramfit.workload.containers import tensors_in
@@ -27,23 +28,6 @@ _CHUNKS = 3
 
 _PARTS_UP_TO = 8
 """Numbers of chunks that are all looked at; of more, each is about half more than the one before."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChunkQuestion:
-    """A call that is to be cut; goes to another process.
-
-    Attributes:
-        call: arguments of the model, and those by name.
-        settings: how it is cut, but for the size; of its devices only whether they are the host counts.
-        host_inputs: whether inputs wait on the host.
-        host_outputs: whether outputs are joined there.
-    """
-
-    call: Any
-    settings: ChunkSettings
-    host_inputs: bool
-    host_outputs: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +45,27 @@ class ChosenChunk:
     reserved_bytes: int
     seconds: float
     runs: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkQuestion(Question[ChosenChunk]):
+    """A call that is to be cut; goes to another process.
+
+    Attributes:
+        call: arguments of the model, and those by name.
+        settings: how it is cut, but for the size; of its devices only whether they are the host counts.
+        host_inputs: whether inputs wait on the host.
+        host_outputs: whether outputs are joined there.
+    """
+
+    call: Any
+    settings: ChunkSettings
+    host_inputs: bool
+    host_outputs: bool
+
+    def answer(self, asked: Asked) -> ChosenChunk:
+        """See `Question.answer`."""
+        return quickest_chunk(asked.device, asked.workload.model, self, asked.memory.budget, asked.progress)
 
 
 def choose_chunk(
@@ -100,13 +105,7 @@ def choose_chunk(
         host_outputs=settings.output_device is not None and settings.output_device.type == "cpu",
     )
     live = LiveModel(model=model, device=device, budget=budget, gpu=gpu)
-    return asked_about(
-        live,
-        question,
-        lambda target, memory: ChooseChunkJob(target=target, memory=memory),
-        ChosenChunk,
-        progress,
-    )
+    return ask(question, live, progress=progress)
 
 
 def quickest_chunk(

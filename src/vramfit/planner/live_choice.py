@@ -17,16 +17,13 @@ from torch import nn
 from vramfit.arguments import size_argument
 from vramfit.errors import UnknownGpuError, UsageError
 from vramfit.gpus import GpuSpec, find_gpu
-from vramfit.launch.job import Failure
+from vramfit.planner.asking import PackedTarget, job_of, once
 from vramfit.planner.packed_model import pack
-from vramfit.planner.planner_job import MARGIN, DeviceMemory, Found, PlannerJob
-from vramfit.planner.planner_run import run_task
+from vramfit.planner.planner_job import MARGIN, DeviceMemory
+from vramfit.planner.questions import Question, Result
 from vramfit.planner.resident_child import ResidentChild, resident_child
 
 Progress = Callable[[str], None]
-
-_answers: dict[str, Any] = {}
-"""What was found in this process, by what was asked."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,90 +51,60 @@ class LiveModel:
         limit = _limit(self.model, self.device, card, self.budget, own=self.gpu is None)
         return DeviceMemory(device="cpu" if card is None else "cuda", gpu=card, budget=limit)
 
+    def packed(self, question: Any, folder: Path) -> PackedTarget:
+        """Put the model's structure down in a folder, with what is asked about it or how it is used.
 
-def asked_about(
-    live: LiveModel,
-    question: Any,
-    job: Callable[[str, DeviceMemory], PlannerJob],
-    kind: type[Found],
-    progress: Progress | None,
-) -> Found:
-    """What another process finds about a model and a question; the same is asked once.
-
-    Args:
-        job: what to do with the packed model, named by its file.
-
-    Raises:
-        UsageError: the model or the question cannot go to another process, or nothing fits.
-        VramfitError: the model fails.
-    """
-    memory = live.memory()
-    with tempfile.TemporaryDirectory(prefix="vramfit-") as name:
-        target = pack(live.model, question, Path(name))
-        asked = job(target, memory)
-        key = _key_of(Path(name, "packed.pickle").read_bytes(), asked, kind)
-        if key not in _answers:
-            answer = run_task(asked, kind, progress)
-            if isinstance(answer, Failure):
-                raise answer.error()
-            _answers[key] = answer.found
-    found: Found = _answers[key]
-    return found
+        Raises:
+            UsageError: it cannot go to another process.
+        """
+        target = pack(self.model, question, folder)
+        content = Path(target.rpartition(":")[0]).with_suffix(".pickle").read_bytes()
+        return PackedTarget(target=target, digest=hashlib.sha256(content).hexdigest())
 
 
 class LiveAnswers:
-    """What one process finds about a model and a question, asked several times; it is started at the first question.
-
-    Args:
-        target: the packed model, named by its file.
-        packed: the file's bytes, by which the same question is known again.
-    """
+    """What one process answers about a model and a use of it; it is started at the first question."""
 
     def __init__(
-        self, target: str, packed: bytes, memory: DeviceMemory, progress: Progress | None, stack: ExitStack
+        self, packed: PackedTarget, memory: DeviceMemory, progress: Progress | None, stack: ExitStack
     ) -> None:
-        self._target, self._packed, self._memory = target, packed, memory
+        self._packed, self._memory = packed, memory
         self._progress, self._stack = progress, stack
         self._child: ResidentChild | None = None
 
-    def ask(self, job: Callable[[str, DeviceMemory], PlannerJob], kind: type[Found]) -> Found:
-        """The answer to a job; the same is asked once in a process.
+    def ask(self, question: Question[Result]) -> Result:
+        """The answer to a question of plain values; the same is asked once in a process.
 
         Raises:
             UsageError: nothing fits.
             VramfitError: the model fails.
         """
-        asked = job(self._target, self._memory)
-        key = _key_of(self._packed, asked, kind)
-        if key not in _answers:
-            if self._child is None:
-                if self._progress is not None:
-                    self._progress("starting a process with the virtual card")
-                child = resident_child(self._target, self._memory, self._progress)
-                self._child = self._stack.enter_context(child)
-            _answers[key] = self._child.ask(asked, kind)
-        found: Found = _answers[key]
-        return found
+        job = job_of(question, self._packed.target, self._memory)
+        return once(self._packed, job, lambda: self._resident().ask(job, question.result_type()))
+
+    def _resident(self) -> ResidentChild:
+        if self._child is None:
+            if self._progress is not None:
+                self._progress("starting a process with the virtual card")
+            child = resident_child(self._packed.target, self._memory, self._progress)
+            self._child = self._stack.enter_context(child)
+        return self._child
 
 
 @contextmanager
-def live_answers(live: LiveModel, question: Any, progress: Progress | None) -> Iterator[LiveAnswers]:
-    """Ask one other process about a model and a question several times.
+def live_answers(live: LiveModel, use: Any, progress: Progress | None) -> Iterator[LiveAnswers]:
+    """Ask one other process several questions about a model.
+
+    Args:
+        use: what questions need to run it, which `Asked.packed` gives them.
 
     Raises:
-        UsageError: the model or the question cannot go to another process.
+        UsageError: the model or its use cannot go to another process.
     """
     memory = live.memory()
     with ExitStack() as stack:
         name = stack.enter_context(tempfile.TemporaryDirectory(prefix="vramfit-"))
-        target = pack(live.model, question, Path(name))
-        packed = Path(name, "packed.pickle").read_bytes()
-        yield LiveAnswers(target, packed, memory, progress, stack)
-
-
-def _key_of(packed: bytes, asked: PlannerJob, kind: type[Any]) -> str:
-    words = repr((kind.__name__, replace(asked, target="", folder="")))
-    return hashlib.sha256(packed + words.encode()).hexdigest()
+        yield LiveAnswers(live.packed(use, Path(name)), memory, progress, stack)
 
 
 def _card(device: torch.device, gpu: str | os.PathLike[str] | GpuSpec | None) -> GpuSpec | None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from vramfit.inference.streaming.weight_placement import WeightPlacement
-from vramfit.planner.live_choice import LiveModel, asked_about
+from vramfit.planner.asking import ask
+from vramfit.planner.live_choice import LiveModel
 from vramfit.planner.placement_trial import PlacementQuestion, refuse_by_weights
-from vramfit.planner.planner_job import PlaceWeightsJob
 
 Progress = Callable[[str], None]
 
@@ -28,10 +28,4 @@ def place_weights(
     refuse_by_weights(live.model, live.memory().budget, question)
     if progress is not None:
         progress("starting a process with the virtual card")
-    return asked_about(
-        live,
-        question,
-        lambda target, memory: PlaceWeightsJob(target=target, memory=memory),
-        WeightPlacement,
-        progress,
-    )
+    return ask(question, live, progress=progress)

@@ -20,6 +20,7 @@ from vramfit.inference.streaming.weight_placement import LayerPlace, PlacedLayer
 from vramfit.inference.streaming.weight_stream import StreamCounts, StreamedLayer
 from vramfit.planner.devices.cost import DeviceBackend, own_step_cost
 from vramfit.planner.planner_job import DeviceMemory
+from vramfit.planner.questions import Asked, Question
 from vramfit.searching.allowed import Multiples
 from vramfit.searching.largest import LargestSearch, Strategy
 from vramfit.searching.orders import first_of
@@ -46,7 +47,7 @@ _FILLINGS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlacementQuestion:
+class PlacementQuestion(Question[WeightPlacement]):
     """A use of a model that is to fit; goes to another process.
 
     Attributes:
@@ -60,6 +61,10 @@ class PlacementQuestion:
     method: str = FORWARD
     never: bool = False
     slots: int | None = None
+
+    def answer(self, asked: Asked) -> WeightPlacement:
+        """See `Question.answer`."""
+        return found_placement(asked.device, asked.workload.model, self, asked.memory, asked.progress)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

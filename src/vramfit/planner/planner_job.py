@@ -1,11 +1,11 @@
-"""What the planner is asked: what a plan may take, and the jobs of its child with their answers. Imports no torch."""
+"""What the planner is asked: what a plan may take, and the job of its child with its answer. Imports no torch."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from vramfit.errors import UsageError
 from vramfit.gpus import GpuSpec, catalogue
@@ -141,206 +141,25 @@ class PlanOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannerJob(Job):
-    """What all tasks of the child need.
+    """A question on its way to the child; see questions.py.
 
     Attributes:
-        task: which it is; the child tells the kind of job by it.
-        target: the workload, as ``FILE.py:NAME``.
+        question: its name; empty lets the child stay for several, each a job in a folder of its own below.
+        values: the question as plain values; None where it is packed with the model.
+        target: the workload that it is about, as ``FILE.py:NAME``.
         memory: where its steps are run, and what they may take.
+        fresh: whether what earlier searches saw is left aside.
+        asked_at: seconds of the system's clock when it was asked, from which on its time counts; 0 where that does not
+            matter.
     """
 
     folder: str = ""
-    task: str
+    question: str = ""
+    values: dict[str, Any] | None = None
     target: str = ""
     memory: DeviceMemory
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlanJob(PlannerJob):
-    """The best plan for a budget, and the frontier if it is asked for.
-
-    Attributes:
-        options: what is asked of the plan and of the search.
-        fresh: whether what earlier searches saw is left aside.
-        asked_at: seconds of the system's clock when the plan was asked for, from which on its search counts; 0 where
-            that does not matter.
-    """
-
-    task: str = "plan"
-    options: PlanOptions = field(default_factory=PlanOptions)
     fresh: bool = False
     asked_at: float = 0.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FitJob(PlannerJob):
-    """The largest value of a size that fits.
-
-    Attributes:
-        size: its name; None for the workload's first.
-        sizes: where to begin, and the other sizes.
-        plan: the file of a plan that is applied first.
-    """
-
-    task: str = "fit"
-    size: str | None = None
-    sizes: Mapping[str, int] = field(default_factory=dict)
-    plan: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ConfirmJob(PlannerJob):
-    """The largest value that fits this machine's card, of those up to the one that was predicted.
-
-    Attributes:
-        size, sizes, plan: as of a `FitJob`.
-        any_card: whether a card of another kind will do.
-    """
-
-    task: str = "confirm"
-    size: str
-    value: int
-    sizes: Mapping[str, int] = field(default_factory=dict)
-    plan: str | None = None
-    any_card: bool = False
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AskedRun:
-    """A run on this machine's card.
-
-    Attributes:
-        name: what it is called while it is made.
-        plan: the file of the plan that is applied; None for the plain program.
-        sizes: of the batch.
-        limit: bytes that it may take; None for the card.
-    """
-
-    name: str
-    plan: str | None = None
-    sizes: Mapping[str, int] = field(default_factory=dict)
-    limit: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MeasureJob(PlannerJob):
-    """What a workload takes on this machine's card.
-
-    Attributes:
-        any_card: whether a card of another kind will do.
-    """
-
-    task: str = "measure"
-    runs: tuple[AskedRun, ...]
-    any_card: bool = False
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class VerifyMemoryJob(PlannerJob):
-    """Whether a plan's memory is what its file says."""
-
-    task: str = "verify-memory"
-    plan: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class VerifyValuesJob(PlannerJob):
-    """Whether gradients and losses are what a plan promises.
-
-    Attributes:
-        sizes: of the batches; empty takes the plan's, smaller where that would take too long.
-        steps: of the loss curve.
-        seconds: for the loss curves, about.
-        step_seconds: that one step of the plain program takes, by a guess.
-    """
-
-    task: str = "verify-values"
-    plan: str
-    sizes: Mapping[str, int] = field(default_factory=dict)
-    steps: int
-    seconds: float
-    step_seconds: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ChooseTileJob(PlannerJob):
-    """The quickest tile for a model and an input, which the target holds, within what torch may reserve.
-
-    Attributes:
-        memory: its budget is what torch may reserve, without the context.
-    """
-
-    task: str = "choose-tile"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ChooseChunkJob(PlannerJob):
-    """The quickest size of chunks for a model and a call, which the target holds; `memory` as of a `ChooseTileJob`."""
-
-    task: str = "choose-chunk"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MeasureShapesJob(PlannerJob):
-    """What shapes of batches take, for a model and items that the target holds; `memory` as of a `ChooseTileJob`."""
-
-    task: str = "measure-shapes"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PredictBatchJob(PlannerJob):
-    """The largest batch for a live model's own step, which the target holds; `memory` as of a `ChooseTileJob`."""
-
-    task: str = "predict-batch"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RequestPeakJob(PlannerJob):
-    """What one call of a model takes on a card, which the target holds."""
-
-    task: str = "request-peak"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlaceWeightsJob(PlannerJob):
-    """The layers of a model that stay on the card for a use of it, which the target holds; `memory` as of a
-    `ChooseTileJob`.
-    """
-
-    task: str = "place-weights"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FormatTableJob(PlannerJob):
-    """What a model takes with its layers in each format; `memory` as of a `ChooseTileJob`.
-
-    Attributes:
-        formats: by name.
-    """
-
-    task: str = "format-table"
-    formats: tuple[str, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TryFormatsJob(PlannerJob):
-    """What torch reserves with some choices of formats; `memory` as of a `ChooseTileJob`.
-
-    Attributes:
-        choices: formats of layers, by name, those that stay as they are left out.
-        enough: choices that fit after which no more are run.
-    """
-
-    task: str = "try-formats"
-    choices: tuple[dict[str, str], ...]
-    enough: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ResidentJob(PlannerJob):
-    """Several jobs with the target, one after another, each in a folder of its own below; see resident_child.py."""
-
-    task: str = "resident"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

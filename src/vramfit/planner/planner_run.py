@@ -1,57 +1,30 @@
-"""The planner's parent: starts the child, listens to it, and reads what it found. Imports no torch."""
+"""Asks for plans, largest sizes and verifications of a workload's file, each of a process of its own.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vramfit.errors import UsageError, VramfitError
-from vramfit.files import Writes, make_policy
-from vramfit.files.namespace import attended
 from vramfit.gpus import GpuSpec
-from vramfit.launch.interrupts import passed_on, run_child
-from vramfit.launch.job import Failure, failure_of, listening, result_of
-from vramfit.launch.starting import python_command
-from vramfit.planner.planner_job import (
-    Answer,
-    AskedRun,
-    ConfirmJob,
-    DeviceMemory,
-    FitJob,
-    Found,
-    MeasureJob,
-    MemoryBudget,
-    PlanJob,
-    PlannerJob,
-    PlanOptions,
-    VerifyMemoryJob,
-    VerifyValuesJob,
-)
-from vramfit.planner.search_evidence import earlier_searches
-from vramfit.torch_internals.releases import refuse_older
-from vramfit.workload import split_target
+from vramfit.launch.job import Failure
+from vramfit.planner.asking import answered, ask, job_of, run_job
+from vramfit.planner.planner_job import DeviceMemory, MemoryBudget, PlanOptions
 
 if TYPE_CHECKING:
     from vramfit.planner.largest_size import LargestSize
     from vramfit.planner.plans import Plan
     from vramfit.planner.search import FrontierPoint
     from vramfit.planner.verification import CardRuns, Measured, Verification
+    from vramfit.planner.verify_questions import AskedRun
 
 Progress = Callable[[str], object]
-
-STANDARD_ERROR = 2
-"""What a workload prints goes there: standard output is for results."""
-
-_SILENT = "6"
-"""Above all levels of libkineto, whose profiler announces each start and stop (ILoggerObserver.h)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,11 +84,12 @@ def plan_in_child(
         VramfitError: the workload itself fails.
     """
     from vramfit.planner.plan_file import plan_from_toml
+    from vramfit.planner.plan_question import PlanQuestion
     from vramfit.planner.plans import Plan
-    from vramfit.planner.search import PlanFound
 
-    job = PlanJob(target=target, memory=memory.settled(), options=options, fresh=fresh, asked_at=time.time())
-    answer = run_task(job, PlanFound, progress)
+    question = PlanQuestion(options=options)
+    job = job_of(question, target, memory.settled(), fresh=fresh)
+    answer = run_job(job, question.result_type(), progress)
     if isinstance(answer, Failure):
         if "plan" not in answer.found:
             raise answer.error()
@@ -146,26 +120,21 @@ def fit_in_child(
         UsageError: the workload or the size is not there, or a card was asked for and there is none.
         VramfitError: the workload itself fails.
     """
-    from vramfit.planner.largest_size import CardCheck, LargestSize, with_card
+    from vramfit.planner.largest_size import with_card
+    from vramfit.planner.size_questions import SizeOnCardQuestion, SizeQuestion
 
     _check_card(card, memory.gpu)
     sizes, file = dict(sizes or {}), None if plan is None else os.path.abspath(plan)
     space = memory.settled()
-    job = FitJob(target=target, memory=space, size=size, sizes=sizes, plan=file)
-    answer = _answered(run_task(job, LargestSize, progress))
+    question = SizeQuestion(size=size, sizes=sizes, plan=file)
+    answer = answered(question, target, space, progress=progress)
     largest = answer.found
     if memory.gpu is None or not largest.value or not (answer.card_here if card is None else card):
         return largest
-    confirmation = ConfirmJob(
-        target=target,
-        memory=_on_card(space),
-        size=largest.size,
-        value=largest.value,
-        sizes=sizes,
-        plan=file,
-        any_card=card is True,
+    on_card = SizeOnCardQuestion(
+        size=largest.size, value=largest.value, sizes=sizes, plan=file, any_card=card is True
     )
-    return with_card(largest, _answered(run_task(confirmation, CardCheck, progress)).found)
+    return with_card(largest, ask(on_card, target, _on_card(space), progress=progress))
 
 
 def measure_in_child(
@@ -185,11 +154,10 @@ def measure_in_child(
         UsageError: there is no card, no such workload or no such plan.
         VramfitError: the workload itself fails.
     """
-    from vramfit.planner.verification import CardRuns
+    from vramfit.planner.verify_questions import CardRunsQuestion
 
-    space = _on_card(memory.settled())
-    job = MeasureJob(target=target, memory=space, runs=tuple(runs), any_card=card is True)
-    return _answered(run_task(job, CardRuns, progress)).found
+    question = CardRunsQuestion(runs=tuple(runs), any_card=card is True)
+    return ask(question, target, _on_card(memory.settled()), progress=progress)
 
 
 def _check_card(card: bool | None, gpu: GpuSpec | None) -> None:
@@ -228,7 +196,8 @@ def verify_in_child(
     from vramfit.gpus import find_gpu
     from vramfit.planner.devices.cpu_backend import cpu_seconds
     from vramfit.planner.plans import Plan
-    from vramfit.planner.verification import Simulated, ValuesCheck, Verification
+    from vramfit.planner.verification import ValuesCheck, Verification
+    from vramfit.planner.verify_questions import PlanMemoryQuestion, PlanValuesQuestion
 
     options = options or VerifyOptions()
     plan = Plan.load(file)
@@ -248,23 +217,21 @@ def verify_in_child(
     simulated, measured = None, None
     notes: tuple[str, ...] = ()
     if options.memory:
-        job = VerifyMemoryJob(target=target, memory=space.settled(), plan=planned)
-        answer = _answered(run_task(job, Simulated, progress))
+        answer = answered(PlanMemoryQuestion(plan=planned), target, space.settled(), progress=progress)
         simulated = answer.found
         if gpu is not None and (answer.card_here if options.card is None else options.card):
             measured, notes = _measured(target, space, plan, planned, options.card, progress)
     values = ValuesCheck(sizes=plan.aim.sizes, skipped="not asked for")
     if options.values:
-        comparison = VerifyValuesJob(
-            target=target,
-            memory=MemoryBudget(gpu=None, budget=plan.aim.budget_bytes).settled(),
+        comparison = PlanValuesQuestion(
             plan=planned,
             sizes=dict(options.sizes),
             steps=options.steps,
             seconds=options.seconds,
             step_seconds=cpu_seconds(plan.before.step_flops),
         )
-        values = _answered(run_task(comparison, ValuesCheck, progress)).found
+        on_cpu = MemoryBudget(gpu=None, budget=plan.aim.budget_bytes).settled()
+        values = ask(comparison, target, on_cpu, progress=progress)
     return Verification(
         simulated=simulated,
         gradients=values.gradients,
@@ -283,6 +250,7 @@ def _measured(
 ) -> tuple[Measured | None, tuple[str, ...]]:
     """A plan on this machine's card, or a note that says why it was not run there."""
     from vramfit.planner.verification import Measured
+    from vramfit.planner.verify_questions import AskedRun
 
     sizes, limit = dict(plan.aim.sizes), plan.aim.budget_bytes - plan.aim.margin_bytes
     runs = (
@@ -301,61 +269,3 @@ def _measured(
         limit_bytes=limit,
         left_bytes=made.left_bytes,
     ), ()
-
-
-def _answered(answer: Answer[Found] | Failure) -> Answer[Found]:
-    if isinstance(answer, Failure):
-        raise answer.error()
-    return answer
-
-
-def run_task(job: PlannerJob, kind: type[Found], progress: Progress | None) -> Answer[Found] | Failure:
-    """Run the child; what it found, or what went wrong.
-
-    Args:
-        job: what to do; it is given a folder here.
-
-    Raises:
-        UsageError: there is no such file.
-        VramfitError: the child died.
-        KeyboardInterrupt: it was interrupted.
-    """
-    split_target(job.target)
-    with tempfile.TemporaryDirectory(prefix="vramfit-") as name:
-        folder, device = Path(name), job.memory.device
-        replace(job, folder=name).write()
-        policy = make_policy(Writes.DISCARD, workplace=folder)  # as the child makes it
-        keeping = (
-            earlier_searches(folder, job) if isinstance(job, PlanJob) and device == "cuda" else nullcontext()
-        )
-        with keeping, attended(policy), passed_on(folder) as signals, listening(folder, progress):
-            refuse_older()
-            command = child_command(folder, device)
-            output = subprocess.DEVNULL if sys.stderr is None else STANDARD_ERROR  # closed from the start
-            code = run_child(command, signals, stdout=output, env=child_environ(job.memory))
-        answer: Answer[Found] | None = result_of(folder, Answer[kind])  # type: ignore[valid-type]
-        if signals.interrupted and (code or answer is None):  # a search has a plan even so
-            raise KeyboardInterrupt
-        if signals.terminated is not None:
-            raise SystemExit(128 + signals.terminated)
-        if (failure := failure_of(folder)) is not None:
-            return failure
-        if code or answer is None:
-            how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
-            raise VramfitError(f"the planner's process {how}", "The lines above say why")
-        return answer
-
-
-def child_command(folder: Path, device: str) -> list[str]:  # noqa: ARG001  # tests put another card in the place of one
-    """The command line of the child for a folder with a job."""
-    return python_command("vramfit.planner.planner_child", str(folder))
-
-
-def child_environ(memory: DeviceMemory) -> dict[str, str]:
-    """The child's variables: a real allocator reads its settings from there, and the profiler what it may print."""
-    environ = dict(os.environ)
-    if memory.device == "cpu":
-        environ.setdefault("KINETO_LOG_LEVEL", _SILENT)
-    if memory.device == "card" and memory.alloc_conf is not None:
-        environ["PYTORCH_CUDA_ALLOC_CONF"] = environ["PYTORCH_ALLOC_CONF"] = memory.alloc_conf
-    return environ

@@ -17,7 +17,7 @@ from vramfit.planner.plan_file import (
     read_plan,
     write_plan,
 )
-from vramfit.planner.planner_job import PlanJob
+from vramfit.planner.planner_job import DeviceMemory, PlanOptions
 from vramfit.techniques import AttachedProgram, Choice, Numerics, Technique, find_technique, with_choices
 from vramfit.units import format_bytes
 from vramfit.workload import Batch, Workload, check_optimizer
@@ -86,13 +86,17 @@ class PlanRequest:
         return technique.name in self.allowed
 
 
-def plan_request(workload: Workload, job: PlanJob) -> PlanRequest:
-    """The request for a plan that a job holds.
+def plan_request(
+    workload: Workload, options: PlanOptions, memory: DeviceMemory, target: str = ""
+) -> PlanRequest:
+    """The request for a plan with these options, within a memory.
+
+    Args:
+        target: the workload's name as ``FILE.py:NAME``.
 
     Raises:
         UsageError: there is no such size, technique or level of numerics.
     """
-    options, memory = job.options, job.memory
     return PlanRequest(
         workload=workload,
         sizes=sizes_of(workload, options.sizes),
@@ -103,7 +107,7 @@ def plan_request(workload: Workload, job: PlanJob) -> PlanRequest:
         objective=options.objective,
         allowed=None if options.allow is None else frozenset(options.allow),
         forbidden=frozenset(options.forbid),
-        target=job.target,
+        target=target,
         time_limit=options.time_limit,
         search_seconds=options.search_seconds,
     )

@@ -14,23 +14,12 @@ from vramfit.errors import UsageError
 from vramfit.gpus import GpuSpec
 from vramfit.inference.input_chunks import moved
 from vramfit.inference.residency.hosted_model import HostedModel
+from vramfit.planner.asking import ask
 from vramfit.planner.devices.cost import DeviceBackend, own_step_cost
-from vramfit.planner.live_choice import LiveModel, asked_about
-from vramfit.planner.planner_job import RequestPeakJob
+from vramfit.planner.live_choice import LiveModel
+from vramfit.planner.questions import Asked, Question
 
 Progress = Callable[[str], None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RequestQuestion:
-    """A call of a model; goes to another process.
-
-    Attributes:
-        arguments, keywords: what the model is called with.
-    """
-
-    arguments: tuple[Any, ...]
-    keywords: dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +31,22 @@ class RequestPeak:
     """
 
     bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestQuestion(Question[RequestPeak]):
+    """A call of a model; goes to another process.
+
+    Attributes:
+        arguments, keywords: what the model is called with.
+    """
+
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
+
+    def answer(self, asked: Asked) -> RequestPeak:
+        """See `Question.answer`."""
+        return measured_request(asked.device, asked.workload.model, self)
 
 
 def request_peak(
@@ -74,13 +79,7 @@ def request_peak(
         )
     question = RequestQuestion(arguments=arguments, keywords=keywords)
     live = LiveModel(model=model, device=torch.device("cpu"), gpu=gpu)
-    return asked_about(
-        live,
-        question,
-        lambda target, memory: RequestPeakJob(target=target, memory=memory),
-        RequestPeak,
-        progress,
-    )
+    return ask(question, live, progress=progress)
 
 
 def measured_request(

@@ -1,4 +1,7 @@
-"""A child of the planner that stays for several jobs on one workload: an interpreter starts once. Imports no torch."""
+"""A child of the planner that stays for several questions about one workload: an interpreter starts once.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,9 @@ from vramfit.files.namespace import attended
 from vramfit.launch.interrupts import Signals, passed_on
 from vramfit.launch.job import failure_of, listening, result_of
 from vramfit.launch.starting import start
-from vramfit.planner.planner_job import Answer, DeviceMemory, Found, PlannerJob, ResidentJob
-from vramfit.planner.planner_run import STANDARD_ERROR, child_command, child_environ
+from vramfit.planner.asking import STANDARD_ERROR, child_command, child_environ
+from vramfit.planner.planner_job import Answer, DeviceMemory, PlannerJob
+from vramfit.planner.questions import Result
 from vramfit.torch_internals.releases import refuse_older
 from vramfit.workload import split_target
 
@@ -40,7 +44,7 @@ class ResidentChild:
     def __init__(self, folder: Path, child: subprocess.Popen[bytes], signals: Signals) -> None:
         self._folder, self._child, self._signals, self._asked = folder, child, signals, 0
 
-    def ask(self, job: PlannerJob, kind: type[Found]) -> Found:
+    def ask(self, job: PlannerJob, kind: type[Result]) -> Result:
         """Let the child do a job, and wait for what it found.
 
         Raises:
@@ -58,7 +62,7 @@ class ResidentChild:
             time.sleep(LOOK)
         if (failure := failure_of(folder)) is not None:
             raise failure.error()
-        answer: Answer[Found] | None = result_of(folder, Answer[kind])  # type: ignore[valid-type]
+        answer: Answer[Result] | None = result_of(folder, Answer[kind])  # type: ignore[valid-type]
         assert answer is not None
         return answer.found
 
@@ -85,7 +89,7 @@ class ResidentChild:
 
 @contextmanager
 def resident_child(target: str, memory: DeviceMemory, progress: Progress | None) -> Iterator[ResidentChild]:
-    """A child that has loaded a workload, and does jobs with it until the block ends.
+    """A child that has loaded a workload, and answers questions about it until the block ends.
 
     Raises:
         UsageError: there is no such file.
@@ -93,7 +97,7 @@ def resident_child(target: str, memory: DeviceMemory, progress: Progress | None)
     split_target(target)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="vramfit-")))
-        ResidentJob(folder=str(folder), target=target, memory=memory).write()
+        PlannerJob(folder=str(folder), target=target, memory=memory).write()
         stack.enter_context(attended(make_policy(Writes.DISCARD, workplace=folder)))  # as the child makes it
         signals = stack.enter_context(passed_on(folder))
         stack.enter_context(listening(folder, progress))

@@ -26,7 +26,7 @@ from typing import Any
 from vramfit.files.policy import cache_folder
 from vramfit.gpus.measured_profile import profile_folder
 from vramfit.plain import to_plain
-from vramfit.planner.planner_job import PlanJob
+from vramfit.planner.planner_job import PlannerJob
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -53,7 +53,7 @@ class Evidence:
         head: all that is known before a run, as plain values.
     """
 
-    job: PlanJob
+    job: PlannerJob
     beside: Path
     head: dict[str, Any] = field(init=False)
     _read: set[str] = field(default_factory=set)
@@ -172,7 +172,7 @@ def search_folder() -> Path:
 
 
 @contextmanager
-def earlier_searches(folder: Path, job: PlanJob) -> Iterator[None]:
+def earlier_searches(folder: Path, job: PlannerJob) -> Iterator[None]:
     """Lay what earlier searches saw into a job's folder, and keep what is there at the end, however that comes.
 
     The child decides whether it can be trusted. Where the cache cannot be read or written, nothing is kept.

@@ -15,8 +15,8 @@ from vramfit.gpus import GpuSpec
 from vramfit.inference.arrays import as_source
 from vramfit.inference.tile_settings import TileSettings
 from vramfit.inference.tiled_inference import device_of, settled, spatial_axes
-from vramfit.planner.live_choice import LiveModel, asked_about
-from vramfit.planner.planner_job import ChooseTileJob
+from vramfit.planner.asking import ask
+from vramfit.planner.live_choice import LiveModel
 from vramfit.planner.tile_trial import ChosenTile, TileQuestion
 
 Progress = Callable[[str], None]
@@ -60,10 +60,4 @@ def choose_tile(
         shape=given.shape, dtype=given.dtype, dims=given.axes, settings=replace(settings, tile=None)
     )
     live = LiveModel(model=model, device=where, budget=budget, gpu=gpu)
-    return asked_about(
-        live,
-        question,
-        lambda target, memory: ChooseTileJob(target=target, memory=memory),
-        ChosenTile,
-        progress,
-    )
+    return ask(question, live, progress=progress)

@@ -15,6 +15,7 @@ from vramfit.inference.tile_runner import TileJob
 from vramfit.inference.tile_settings import TileSettings, per_axis, shares_per_axis
 from vramfit.inference.tiled_inference import make_job, rehearse
 from vramfit.planner.devices.cost import DeviceBackend, own_step_cost
+from vramfit.planner.questions import Asked, Question
 from vramfit.planner.tile_search import TileCost, TileOption, TileSearch, tile_options
 from vramfit.units import format_bytes
 
@@ -29,28 +30,6 @@ _DEFAULT_OVERLAP = 0.25
 _BARELY = 1.1
 """How far above the limit an endless device may end, for a device of just the limit to be tried: there the allocator
 gives cached blocks back before it fails."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TileQuestion:
-    """What a tile is chosen for; goes to another process.
-
-    Attributes:
-        shape: of the input: ``[B, C, *spatial]`` or ``[C, *spatial]``.
-        dtype: of the input.
-        dims: spatial dimensions.
-        settings: with the halo and stride that the model needs, or with an overlap.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    dims: int
-    settings: TileSettings
-
-    @property
-    def spatial(self) -> tuple[int, ...]:
-        """The input's length along each spatial dimension."""
-        return self.shape[len(self.shape) - self.dims :]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,6 +51,32 @@ class ChosenTile:
     reserved_bytes: int
     seconds: float
     runs: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TileQuestion(Question[ChosenTile]):
+    """What a tile is chosen for; goes to another process.
+
+    Attributes:
+        shape: of the input: ``[B, C, *spatial]`` or ``[C, *spatial]``.
+        dtype: of the input.
+        dims: spatial dimensions.
+        settings: with the halo and stride that the model needs, or with an overlap.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    dims: int
+    settings: TileSettings
+
+    @property
+    def spatial(self) -> tuple[int, ...]:
+        """The input's length along each spatial dimension."""
+        return self.shape[len(self.shape) - self.dims :]
+
+    def answer(self, asked: Asked) -> ChosenTile:
+        """See `Question.answer`."""
+        return quickest_tile(asked.device, asked.workload.model, self, asked.memory.budget, asked.progress)
 
 
 def options_of(question: TileQuestion) -> list[TileOption]:

@@ -12,9 +12,9 @@ from dataclasses import replace
 
 import torch
 
-from vramfit.errors import UsageError, VramfitError
-from vramfit.gpus import find_gpu
-from vramfit.planner.devices.cost import PeakMeter, StepCost, profile_of, started
+from vramfit.errors import UnknownGpuError, UsageError, VramfitError
+from vramfit.gpus import GpuSpec, find_gpu
+from vramfit.planner.devices.cost import DeviceBackend, PeakMeter, StepCost, profile_of, started
 from vramfit.planner.step_profiler import StepProfile, StepProfiler
 from vramfit.techniques import Profile
 from vramfit.torch_internals.cuda_memory import clear_cublas_workspaces, empty_host_cache
@@ -302,6 +302,27 @@ class _CardMeter(PeakMeter):
         self.boundaries += 1
         self._peaks.append(torch.cuda.max_memory_allocated(self._index))
         torch.cuda.reset_peak_memory_stats(self._index)
+
+
+# -- questions that are for a card -----------------------------------------------------------------------------------
+
+
+def card_of(device: DeviceBackend) -> CardBackend:
+    """The card, which some questions are for."""
+    if not isinstance(device, CardBackend):
+        raise TypeError(f"{device.name} is not a card")
+    return device
+
+
+def another_card(card: CardBackend, gpu: GpuSpec | None) -> str:
+    """Why this machine's card says nothing of the one that is asked about; empty where it does, or any will do."""
+    if gpu is None:
+        return ""
+    try:
+        here = find_gpu(card.name).name
+    except UnknownGpuError:
+        here = card.name
+    return "" if here == gpu.name else f"this machine's card is a {card.name}, not a {gpu.name}"
 
 
 # -- other processes -------------------------------------------------------------------------------------------------

@@ -21,8 +21,8 @@ from torch import nn
 from vramfit.errors import UsageError
 from vramfit.gpus import GpuSpec
 from vramfit.planner.live_choice import LiveAnswers, LiveModel, live_answers
-from vramfit.planner.planner_job import FormatTableJob, TryFormatsJob, free_host_bytes
-from vramfit.planner.quantization.format_trial import FormatQuestion, TriedFormats
+from vramfit.planner.planner_job import free_host_bytes
+from vramfit.planner.quantization.format_trial import FormatChoicesQuestion, FormatTableQuestion, ModelUse
 from vramfit.techniques.quantization.byte_program import FormatProgram, FormatTable, LayerScores
 from vramfit.techniques.quantization.gradient_scores import gradient_scores
 from vramfit.techniques.quantization.quality import (
@@ -83,25 +83,18 @@ class BytesElsewhere:
 
     def table(self, formats: Sequence[WeightFormat]) -> FormatTable:
         """See `Bytes.table`."""
-        names = tuple(one.value for one in formats)
-        return self.answers.ask(
-            lambda target, memory: FormatTableJob(target=target, memory=memory, formats=names), FormatTable
-        )
+        return self.answers.ask(FormatTableQuestion(formats=tuple(one.value for one in formats)))
 
     def reserved(self, choices: Sequence[Formats], limit: int, enough: int) -> Sequence[int]:
         """See `Bytes.reserved`; the limit is that of the live model's memory."""
         del limit
         plain = tuple({name: one.value for name, one in chosen.items()} for chosen in choices)
-        found = self.answers.ask(
-            lambda target, memory: TryFormatsJob(target=target, memory=memory, choices=plain, enough=enough),
-            TriedFormats,
-        )
-        return found.reserved
+        return self.answers.ask(FormatChoicesQuestion(choices=plain, enough=enough)).reserved
 
 
 @contextmanager
 def bytes_elsewhere(
-    live: LiveModel, question: FormatQuestion, progress: Progress | None = None
+    live: LiveModel, question: ModelUse, progress: Progress | None = None
 ) -> Iterator[BytesElsewhere]:
     """Bytes of a live model, asked of one process, which ends with the block."""
     with ExitStack() as stack:
@@ -209,7 +202,7 @@ class FormatSearch:
     def __init__(
         self,
         model: nn.Module,
-        question: FormatQuestion,
+        question: ModelUse,
         bytes_of: Bytes,
         *,
         card: GpuSpec,

@@ -12,6 +12,7 @@ from torch import nn
 
 from vramfit.errors import UsageError
 from vramfit.planner.devices.cost import DeviceBackend, StepCost, own_step_cost
+from vramfit.planner.questions import Asked, Question
 from vramfit.techniques import Choice, with_choices
 from vramfit.techniques.quantization import WeightQuantization, WeightQuantizationSetting
 from vramfit.techniques.quantization.byte_program import FormatTable
@@ -24,8 +25,8 @@ Use = Callable[[nn.Module, Batch], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class FormatQuestion:
-    """How a model is used; goes to another process.
+class ModelUse:
+    """How a model is used; goes to another process with it.
 
     Attributes:
         batches: what it is called with, one after another.
@@ -44,6 +45,48 @@ class TriedFormats:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class FormatTableQuestion(Question[FormatTable]):
+    """What a model takes with its layers in each format.
+
+    Attributes:
+        formats: by name.
+    """
+
+    formats: tuple[str, ...]
+
+    def answer(self, asked: Asked) -> FormatTable:
+        """See `Question.answer`."""
+        formats = [WeightFormat(name) for name in self.formats]
+        return format_table(asked.device, asked.workload.model, asked.packed(), formats, asked.progress)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FormatChoicesQuestion(Question[TriedFormats]):
+    """What torch reserves with some choices of formats.
+
+    Attributes:
+        choices: formats of layers, by name, those that stay as they are left out.
+        enough: choices that fit after which no more are run.
+    """
+
+    choices: tuple[dict[str, str], ...]
+    enough: int
+
+    def answer(self, asked: Asked) -> TriedFormats:
+        """See `Question.answer`."""
+        choices = [{layer: WeightFormat(name) for layer, name in choice.items()} for choice in self.choices]
+        return try_formats(
+            asked.device,
+            asked.workload.model,
+            asked.packed(),
+            choices,
+            asked.memory.budget,
+            self.enough,
+            asked.progress,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Watching:
     """The layers that are watched, and what was seen of them in each step."""
 
@@ -54,7 +97,7 @@ class Watching:
 def format_table(
     device: DeviceBackend,
     make_model: Callable[[], nn.Module],
-    question: FormatQuestion,
+    question: ModelUse,
     formats: Sequence[WeightFormat],
     progress: Progress = lambda _text: None,
 ) -> FormatTable:
@@ -96,7 +139,7 @@ def format_table(
 def try_formats(
     device: DeviceBackend,
     make_model: Callable[[], nn.Module],
-    question: FormatQuestion,
+    question: ModelUse,
     choices: Iterable[Mapping[str, WeightFormat]],
     limit: int,
     enough: int,
@@ -120,7 +163,7 @@ def try_formats(
 def run_formats(
     device: DeviceBackend,
     make_model: Callable[[], nn.Module],
-    question: FormatQuestion,
+    question: ModelUse,
     chosen: Mapping[str, WeightFormat],
     watching: Watching | None = None,
     budget: int | None = None,
@@ -145,7 +188,7 @@ def run_formats(
     return device.step_cost(workload, sizes, budget)
 
 
-def _step(question: FormatQuestion, watching: Watching | None, state: State, _batch: Any) -> None:
+def _step(question: ModelUse, watching: Watching | None, state: State, _batch: Any) -> None:
     use = question.use or call_model
     with torch.no_grad():
         if watching is None:

@@ -1,0 +1,53 @@
+"""The question for a plan: the best one within a budget, and the frontier of memory and time."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from functools import partial
+from typing import ClassVar
+
+from vramfit.planner.plan_file import plan_to_toml
+from vramfit.planner.planner_job import PRICE, PlanOptions
+from vramfit.planner.plans import plan_request
+from vramfit.planner.questions import Asked, Question
+from vramfit.planner.search import PlanFound
+from vramfit.planner.search_cache import SearchCache
+from vramfit.planner.search_clock import SearchClock, interruptible
+from vramfit.planner.search_evidence import SEARCH_FILE
+from vramfit.planner.workload_check import check_workload
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanQuestion(Question[PlanFound]):
+    """The best plan for a budget, and the frontier if it is asked for.
+
+    Attributes:
+        options: what is asked of the plan and of the search.
+    """
+
+    keeps_searches: ClassVar[bool] = True
+
+    options: PlanOptions = field(default_factory=PlanOptions)
+
+    def answer(self, asked: Asked) -> PlanFound:
+        """See `Question.answer`."""
+        # The process that asks imports this module too, and has no use for what runs the search.
+        from vramfit.planner.cheapest_card import cheapest_plan
+        from vramfit.planner.devices.opening import virtual_card
+        from vramfit.planner.gradient_check import promised_plan
+
+        request = plan_request(asked.workload, self.options, asked.memory, asked.target)
+        check_workload(asked.workload, request.sizes, asked.progress)
+        spent = max(0.0, time.time() - asked.asked_at) if asked.asked_at else 0.0
+        clock = SearchClock(limit=request.search_seconds, spent=spent)
+        kept = asked.evidence
+        cache = None if kept is None else SearchCache(kept.beside / SEARCH_FILE, kept)
+        with interruptible(clock):
+            if request.objective == PRICE:
+                device_of = partial(virtual_card, asked.memory)
+                search, found = cheapest_plan(device_of, request, asked.progress, clock)
+            else:
+                search, found = promised_plan(asked.device, request, asked.progress, clock, cache)
+        frontier = tuple(search.frontier()) if self.options.frontier else ()
+        return PlanFound(plan=plan_to_toml(found), frontier=frontier)

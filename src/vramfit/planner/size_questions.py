@@ -1,0 +1,77 @@
+"""The questions for the largest size of a workload that fits: on a device, and on this machine's card after that."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from vramfit.errors import UsageError
+from vramfit.planner.devices.card_backend import another_card, card_of
+from vramfit.planner.largest_size import CardCheck, LargestSize, SizeSearch
+from vramfit.planner.plans import Plan, sizes_of
+from vramfit.planner.questions import Asked, Question
+from vramfit.planner.workload_check import check_workload
+from vramfit.techniques import with_choices
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SizeQuestion(Question[LargestSize]):
+    """The largest value of a size that fits.
+
+    Attributes:
+        size: its name; None for the workload's first.
+        sizes: where to begin, and the other sizes.
+        plan: the file of a plan that is applied first.
+    """
+
+    size: str | None = None
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    plan: str | None = None
+
+    def answer(self, asked: Asked) -> LargestSize:
+        """See `Question.answer`."""
+        workload, memory = asked.workload, asked.memory
+        sizes = sizes_of(workload, self.sizes)
+        name = self.size or next(iter(workload.sizes))
+        if name not in sizes:
+            raise UsageError(f"the workload has no size {name!r}", f"It has {', '.join(sizes)}")
+        check_workload(workload, sizes, asked.progress)
+        host_limit = None
+        if self.plan is not None:
+            plan = Plan.load(self.plan)
+            workload = with_choices(workload, plan.choices)
+            host_limit = memory.host_budget or plan.aim.host_budget_bytes or None
+        return SizeSearch(
+            asked.device, workload, sizes, name, memory.limit, asked.progress, host_limit
+        ).largest()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SizeOnCardQuestion(Question[CardCheck]):
+    """The largest value that fits this machine's card, of those up to the one that was predicted.
+
+    Attributes:
+        size, sizes, plan: as of a `SizeQuestion`.
+        value: the one that was predicted.
+        any_card: whether a card of another kind will do.
+    """
+
+    size: str
+    value: int
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    plan: str | None = None
+    any_card: bool = False
+
+    def answer(self, asked: Asked) -> CardCheck:
+        """See `Question.answer`."""
+        workload, card = asked.workload, card_of(asked.device)
+        if why := another_card(card, None if self.any_card else asked.memory.gpu):
+            return CardCheck(card=card.name, skipped=why)
+        sizes = {**sizes_of(workload, self.sizes), self.size: self.value}
+        if self.plan is not None:
+            workload = with_choices(workload, Plan.load(self.plan).choices)
+        search = SizeSearch(card, workload, sizes, self.size, asked.memory.limit, asked.progress)
+        value, failing, tries = search.largest_up_to()
+        return CardCheck(
+            card=card.name, value=value, failing=failing, tries=tries, left_bytes=card.left_bytes
+        )
