@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import random
 import traceback
 from typing import Any
@@ -343,3 +344,89 @@ def test_copies_of_a_slice_stay_below_the_peak_of_a_card() -> None:
         copy = SliceCopy(optimizer, [weight], weight.device)
         assert copy._values[0].values.device.type == "cuda"
         assert torch.cuda.max_memory_allocated() == peak
+
+
+def _frozen_for_a_while(critic: nn.Module) -> Any:
+    """A critic whose parameters record nothing while the loss is computed."""
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        penalty = critic(batch[:, :3]).square().mean()
+        slopes = torch.autograd.grad(penalty, list(critic.parameters()))
+        critic.requires_grad_(False)
+        value = critic(model(batch)).square().mean()
+        critic.requires_grad_(True)
+        return value * (1 + slopes[1].sum().detach().square())
+
+    return loss
+
+
+def _frozen_layer(_critic: nn.Module) -> Any:
+    """A layer of the model itself."""
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        first = model.get_submodule("0")
+        whole = model(batch).mean()
+        first.requires_grad_(False)
+        value = model(batch).square().mean()
+        first.requires_grad_(True)
+        return value + whole
+
+    return loss
+
+
+def _without_recording(critic: nn.Module) -> Any:
+    """Autograd switched off and on by calls, not by a block."""
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        out = model(batch)
+        torch.set_grad_enabled(False)
+        weight = critic(torch.ones(1, 3)).abs() + 1
+        torch.set_grad_enabled(True)
+        return (out * weight).square().mean()
+
+    return loss
+
+
+def _evaluated(critic: nn.Module) -> Any:
+    """A module in evaluation."""
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        scale = 2.0 if model.training else 1.0
+        model.eval()
+        with torch.no_grad():
+            target = critic(model(batch))
+        model.train()
+        return scale * (model(batch).mean() - target.mean()).square()
+
+    return loss
+
+
+@pytest.mark.parametrize("kind", [_frozen_for_a_while, _frozen_layer, _without_recording, _evaluated])
+def test_flags_that_a_loss_changes_for_a_while_are_put_back(kind: Any) -> None:
+    """Wherever in the loss memory runs out."""
+
+    def trained(*at: int) -> tuple[Any, Faults]:
+        model, batch, faults = _model(), torch.ones(4, 6), Faults(*at)
+        critic = nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        survivor = vramfit.survive(model, optimizer, loss=kind(critic))
+        try:
+            for step in range(3):
+                with faults if step == 2 else contextlib.nullcontext():
+                    survivor.step(batch)
+            recording = torch.is_grad_enabled()
+        finally:
+            torch.set_grad_enabled(True)
+        flags = [
+            recording,
+            model.training,
+            *(p.requires_grad for m in (model, critic) for p in m.parameters()),
+        ]
+        return (flags, [p.detach().clone() for p in model.parameters()]), faults
+
+    (flags, plain), counting = trained()
+    for at in range(counting.seen):
+        (left, parameters), faults = trained(at)
+        assert faults.raised == 1
+        assert left == flags, at
+        assert all(map(torch.equal, parameters, plain)), at

@@ -156,6 +156,9 @@ class TensorsNote:
         self._watched = watched
         self._versions = list(map(version_of, watched))
         self._gradients = GradientsNote(one for one in watched if one.requires_grad)
+        # A loss may freeze layers for a while.
+        leaves = (one for one in (*each.values(), *watched) if one.is_leaf)
+        self._recorded = [(one, one.requires_grad) for one in leaves]
 
     @property
     def nbytes(self) -> int:
@@ -164,9 +167,12 @@ class TensorsNote:
 
     @torch.no_grad()
     def restore(self) -> list[Unrestored]:
-        """The values of those that were copied; which of the others were written."""
+        """The values of those that were copied, and what requires gradients; which of the others were written."""
         for one in self._copies.values():
             one.restore()
+        for tensor, recorded in self._recorded:
+            if tensor.requires_grad is not recorded and tensor.is_leaf:
+                tensor.requires_grad_(recorded)
         self._gradients.restore()
         return [Unrestored(what=f"a tensor of shape {tuple(one.shape)}") for one in self._counted()]
 

@@ -43,22 +43,27 @@ class StepState:
     ) -> None:
         self._discard = discard
         self.noted = watch.note()
+        self._records = torch.is_grad_enabled()
         self._scaler, self._adds = scaler, adds
         self._unscaled = {} if scaler is None else dict(_per_optimizer(scaler))
         # They come with the scaler's first use, one after the other; with one of them alone it cannot be used.
         self._scale = {} if scaler is None else {name: getattr(scaler, name) for name in _SCALE}
         groups = (one for group in optimizer.param_groups for one in group["params"])
         self._parameters = list(dict.fromkeys([*model.parameters(), *groups]))
+        self._trained = [(p, p.requires_grad) for p in self._parameters]
         self._before = [(p, p.grad) for p in self._parameters if adds and p.grad is not None]
         for parameter in self._parameters:
             parameter.grad = None
 
     def restore(self) -> list[Unrestored]:
         """As at the beginning, but that earlier gradients stay aside; what nobody can put back is returned."""
+        torch.set_grad_enabled(self._records)
         left = self.noted.restore()
         if self._discard is not None:
             self._discard()
-        for parameter in self._parameters:
+        for parameter, trained in self._trained:
+            if parameter.requires_grad is not trained:  # frozen for a while
+                parameter.requires_grad_(trained)
             parameter.grad = None
         if self._scaler is not None:
             states = _per_optimizer(self._scaler)
