@@ -23,7 +23,6 @@ import fnmatch
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -37,6 +36,7 @@ from recording import store
 from rich.console import Console
 
 from vramfit.errors import VramfitError
+from vramfit.launch.tasks import mapped
 from vramfit.writing import write_text
 
 ROOT = Path(__file__).parents[1]
@@ -90,11 +90,11 @@ def work_out(
         say(f"{row.name} ({row.origin.value})")
         return row
 
-    with ThreadPoolExecutor(options.jobs) as pool:
-        first = pool.map(finish, predictions.predict_published(names, kept))
-        second = pool.map(lambda recording: finish(predictions.predict(recording, kept)), own)
-        rows = [*first, *second]
-        measured = list(pool.map(lambda entry: figures.predict_figure(entry, kept), entries))
+    jobs = options.jobs
+    first = mapped(finish, predictions.predict_published(names, kept), at_once=jobs)
+    second = mapped(lambda recording: finish(predictions.predict(recording, kept)), own, at_once=jobs)
+    rows = [*first, *second]
+    measured = mapped(lambda entry: figures.predict_figure(entry, kept), entries, at_once=jobs)
     return rows, [*measured, *work_out_trainings(lines, options, say)]
 
 

@@ -24,7 +24,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +34,7 @@ from recording.store import Source
 from vramfit.errors import VramfitError
 from vramfit.files import Writes
 from vramfit.gpus import GpuSpec, find_gpu
+from vramfit.launch.tasks import mapped
 from vramfit.options.run_options import RunOptions
 from vramfit.units import format_bytes
 from vramfit.virtual.virtual_run import run_in_child
@@ -263,10 +263,15 @@ def record_all(
 ) -> bool:
     """Record what is not there yet, as long as the time lasts; returns whether nothing failed."""
     progress = Progress(None if minutes is None else time.monotonic() + 60 * minutes)
-    with ThreadPoolExecutor(jobs) as pool:
-        for number, configuration in enumerate(configurations, 1):
-            head = f"[{number}/{len(configurations)}] {configuration.name}"
-            pool.submit(progress.attempt, recorder, configuration, head)
+
+    def attempt(number: int) -> None:
+        configuration = configurations[number]
+        progress.attempt(
+            recorder, configuration, f"[{number + 1}/{len(configurations)}] {configuration.name}"
+        )
+
+    for _ in mapped(attempt, range(len(configurations)), at_once=jobs):
+        pass
     print(
         f"{progress.done} recorded, {progress.failed} not, {progress.left} left for the next run of the same command"
     )

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -24,6 +23,8 @@ sys.path.insert(0, str(HERE))
 from stranger_runs.manifest import MANIFEST, Script, read  # noqa: E402
 from stranger_runs.outcome import GOAL, Outcome, load, share, summary, table  # noqa: E402
 from stranger_runs.running import GPU, Bench  # noqa: E402
+
+from vramfit.launch.tasks import Task, TaskPlace, run_all  # noqa: E402
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -121,20 +122,20 @@ def _run_all(bench: Bench, scripts: list[Script], jobs: int) -> None:
     signal.signal(
         signal.SIGINT, signal.default_int_handler
     )  # a shell's background job ignores it, and so would they
-    with ThreadPoolExecutor(jobs) as pool:
-        running = {pool.submit(bench.run, script): script for script in scripts}
-        try:
-            for done, future in enumerate(as_completed(running), 1):
-                outcome = future.result()
-                print(
-                    f"[{done}/{len(scripts)}] {outcome.name}: {outcome.ending.value}, {outcome.seconds:.0f} s"
-                    f"{f': {outcome.cause}' if outcome.cause else ''}",
-                    file=sys.stderr,
-                    flush=True,
-                )
-        except KeyboardInterrupt:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    tasks = [
+        Task(key=script.name, function=bench.run, arguments=(script,), place=TaskPlace.EXECUTOR)
+        for script in scripts
+    ]
+    for done, result in enumerate(run_all(tasks, at_once=jobs), 1):
+        if result.error is not None:
+            raise result.error
+        outcome = result.value
+        print(
+            f"[{done}/{len(scripts)}] {outcome.name}: {outcome.ending.value}, {outcome.seconds:.0f} s"
+            f"{f': {outcome.cause}' if outcome.cause else ''}",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

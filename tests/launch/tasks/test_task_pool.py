@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from vramfit.launch.starting import own_options
-from vramfit.launch.tasks import Ending, KeptResults, Task, TaskPlace, TaskResult, in_order, run_all
+from vramfit.launch.tasks import Ending, KeptResults, Task, TaskPlace, TaskResult, in_order, mapped, run_all
 
 pytestmark = pytest.mark.usefixtures("interruptible")
 
@@ -301,3 +301,20 @@ def test_what_a_task_prints_is_added_to_a_log(tmp_path: Path) -> None:
         working
         working
     """)
+
+
+def test_a_function_is_mapped_over_items_in_their_order() -> None:
+    begun: list[int] = []
+
+    def slower(number: int) -> int:
+        begun.append(number)
+        time.sleep(0.05 * (3 - number))
+        if number == 2:
+            raise ValueError("the third")
+        return number * number
+
+    values = mapped(slower, range(4), at_once=2)
+    assert [next(values), next(values)] == [0, 1]
+    with pytest.raises(ValueError, match="the third"):
+        next(values)
+    assert sorted(begun)[:3] == [0, 1, 2]

@@ -11,6 +11,16 @@ from __future__ import annotations
 
 from vramfit.launch.tasks.kept_results import KeptResults
 from vramfit.launch.tasks.task import Ending, Task, TaskPlace, TaskResult
-from vramfit.launch.tasks.task_pool import TaskPool, in_order, run_all
+from vramfit.launch.tasks.task_pool import TaskPool, in_order, mapped, run_all
 
-__all__ = ["Ending", "KeptResults", "Task", "TaskPlace", "TaskPool", "TaskResult", "in_order", "run_all"]
+__all__ = [
+    "Ending",
+    "KeptResults",
+    "Task",
+    "TaskPlace",
+    "TaskPool",
+    "TaskResult",
+    "in_order",
+    "mapped",
+    "run_all",
+]

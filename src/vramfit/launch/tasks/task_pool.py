@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from vramfit.launch.interrupts import passed_on_to_all
 from vramfit.launch.nursery import nursery_for
@@ -25,6 +25,8 @@ from vramfit.launch.tasks.kept_results import KeptResults
 from vramfit.launch.tasks.own_process import CHILD, OwnProcess
 from vramfit.launch.tasks.task import Ending, Task, TaskPlace, TaskResult, failed
 
+Item = TypeVar("Item")
+Value = TypeVar("Value")
 Progress = Callable[[str, TaskResult | None], object]
 """Called with the key of a task when it begins, and with its key and result when it has ended."""
 
@@ -218,6 +220,24 @@ def in_order(tasks: Iterable[Task], results: Iterable[TaskResult]) -> Iterator[T
         while key is not None and key in found:
             yield found[key]
             key = next(keys, None)
+
+
+def mapped(function: Callable[[Item], Value], items: Iterable[Item], *, at_once: int) -> Iterator[Value]:
+    """What a function gives for each item, in their order, `at_once` at a time in threads of this process.
+
+    For functions that start a process themselves, as that of a rank does.
+
+    Raises:
+        BaseException: what the function raised for the first item that it failed for.
+    """
+    tasks = [
+        Task(key=str(number), function=function, arguments=(item,), place=TaskPlace.EXECUTOR)
+        for number, item in enumerate(items)
+    ]
+    for result in in_order(tasks, run_all(tasks, at_once=at_once)):
+        if result.error is not None:
+            raise result.error
+        yield result.value
 
 
 def _least(*limits: float | None) -> float | None:
