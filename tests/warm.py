@@ -254,7 +254,7 @@ def _import_everything(more: Sequence[str]) -> None:
     import vramfit.virtual.gpu
     import vramfit.virtual.ranks.one_process
     import vramfit.virtual.virtual_child
-    from vramfit.planner.questions import QUESTIONS
+    from vramfit.planner.planner_questions import QUESTIONS
 
     # Not of `inference`: its caches import transformers.
     for package in (vramfit.analysis, vramfit.api, vramfit.report, vramfit.techniques):

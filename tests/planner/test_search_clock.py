@@ -27,8 +27,8 @@ from vramfit.planner.largest_size import search_for
 from vramfit.planner.plan_file import plan_from_toml, plan_to_toml
 from vramfit.planner.plan_question import PlanQuestion
 from vramfit.planner.planner_job import MemoryBudget, PlanOptions
+from vramfit.planner.planner_questions import QuestionContext
 from vramfit.planner.plans import NothingFits, Plan, PlanRequest
-from vramfit.planner.questions import Asked
 from vramfit.planner.search import PlanSearch
 from vramfit.planner.search_clock import INTERRUPTED, TIME_OVER, SearchClock, SearchStopped
 from vramfit.workload import Workload
@@ -181,7 +181,7 @@ def test_the_first_run_is_no_measure_of_the_others() -> None:
 
 
 def test_the_start_of_the_planners_process_counts() -> None:
-    asked = Asked(
+    asked = QuestionContext(
         workload=workload(256, 1 << 16),
         device=VirtualBackend(GPU, alloc_conf="", host_bytes=1 << 34),
         memory=MemoryBudget(gpu=GPU, budget=CONTEXT + 800 * MIB, host_bytes=1 << 34).settled(),

@@ -16,8 +16,8 @@ from vramfit.gpus import find_gpu
 from vramfit.planner.candidates import Candidates
 from vramfit.planner.devices.virtual_backend import VirtualBackend
 from vramfit.planner.planner_job import DeviceMemory
+from vramfit.planner.planner_questions import QuestionContext
 from vramfit.planner.plans import NothingFits, PlanRequest, sizes_of
-from vramfit.planner.questions import Asked
 from vramfit.planner.search import PlanSearch
 from vramfit.planner.size_questions import SizeQuestion
 from vramfit.planner.verify_questions import PlanValuesQuestion
@@ -32,8 +32,8 @@ def _device() -> VirtualBackend:
     return VirtualBackend(find_gpu("RTX 4090"), alloc_conf="", host_bytes=1 << 34)
 
 
-def _asked(workload: Workload) -> Asked:
-    return Asked(workload=workload, device=_device(), memory=_MEMORY)
+def _asked(workload: Workload) -> QuestionContext:
+    return QuestionContext(workload=workload, device=_device(), memory=_MEMORY)
 
 
 def _plan(workload: Workload, budget: int, *allowed: str) -> None:

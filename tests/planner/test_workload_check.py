@@ -17,7 +17,7 @@ from vramfit.launch.job import Failure
 from vramfit.planner.devices.virtual_backend import VirtualBackend
 from vramfit.planner.plan_question import PlanQuestion
 from vramfit.planner.planner_job import DeviceMemory, PlanOptions
-from vramfit.planner.questions import Asked, Question
+from vramfit.planner.planner_questions import PlannerQuestion, QuestionContext
 from vramfit.planner.size_questions import SizeQuestion
 from vramfit.planner.verify_questions import PlanMemoryQuestion, PlanValuesQuestion
 from vramfit.planner.workload_check import failure_of_task, workload_failure
@@ -77,9 +77,9 @@ def _plan_file(tmp_path: Path, sizes: dict[str, int]) -> str:
     return str(tmp_path / "plan.toml")
 
 
-def _verbs(plan: str, *, applied: bool = False) -> dict[type[Question[Any]], Question[Any]]:
+def _verbs(plan: str, *, applied: bool = False) -> dict[type[PlannerQuestion[Any]], PlannerQuestion[Any]]:
     """What each verb asks, of a plan where it takes one; ``fit`` takes one where it is to be applied."""
-    asked: list[Question[Any]] = [
+    asked: list[PlannerQuestion[Any]] = [
         PlanQuestion(options=PlanOptions(allow=["tf32"], time_limit=5.0)),
         SizeQuestion(plan=plan if applied else None),
         PlanMemoryQuestion(plan=plan),
@@ -88,10 +88,10 @@ def _verbs(plan: str, *, applied: bool = False) -> dict[type[Question[Any]], Que
     return {type(question): question for question in asked}
 
 
-def _asked(question: Question[Any], workload: Workload) -> Failure:
+def _asked(question: PlannerQuestion[Any], workload: Workload) -> Failure:
     target, device = "work.py:training", VirtualBackend(CARD, alloc_conf="", host_bytes=1 << 33)
     try:
-        question.answer(Asked(workload=workload, device=device, memory=MEMORY, target=target))
+        question.answer(QuestionContext(workload=workload, device=device, memory=MEMORY, target=target))
     except Exception as error:
         return failure_of_task(error, target)
     raise AssertionError("nothing was wrong")
@@ -155,7 +155,7 @@ def test_a_plan_with_an_unknown_technique_or_size_is_told(tmp_path: Path) -> Non
 def test_what_no_batch_fits_says_what_one_takes() -> None:
     device = VirtualBackend(CARD, alloc_conf="", host_bytes=0)
     memory = replace(MEMORY, budget=CARD.typical_context_bytes + 1)
-    found = SizeQuestion().answer(Asked(workload=MLP, device=device, memory=memory))
+    found = SizeQuestion().answer(QuestionContext(workload=MLP, device=device, memory=memory))
     assert found.value == 0
     assert found.least_bytes > CARD.typical_context_bytes
 

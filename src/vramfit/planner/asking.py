@@ -26,7 +26,7 @@ from vramfit.launch.job import Failure, failure_of, listening, result_of
 from vramfit.launch.starting import python_command
 from vramfit.plain import to_plain
 from vramfit.planner.planner_job import Answer, DeviceMemory, PlannerJob
-from vramfit.planner.questions import Question, Result, name_of, question_type
+from vramfit.planner.planner_questions import PlannerQuestion, Result, name_of, question_type
 from vramfit.planner.search_evidence import earlier_searches
 from vramfit.torch_internals.releases import refuse_older
 from vramfit.workload import split_target
@@ -76,7 +76,7 @@ class Subject(Protocol):
 
 
 def ask(
-    question: Question[Result],
+    question: PlannerQuestion[Result],
     about: str | Subject,
     memory: DeviceMemory | None = None,
     *,
@@ -111,7 +111,7 @@ def ask(
 
 
 def answered(
-    question: Question[Result],
+    question: PlannerQuestion[Result],
     target: str,
     memory: DeviceMemory,
     *,
@@ -122,7 +122,9 @@ def answered(
     return _found(run_job(job_of(question, target, memory), question.result_type(), progress, seconds))
 
 
-def job_of(question: Question[Any], target: str, memory: DeviceMemory, *, fresh: bool = False) -> PlannerJob:
+def job_of(
+    question: PlannerQuestion[Any], target: str, memory: DeviceMemory, *, fresh: bool = False
+) -> PlannerJob:
     """The job that carries a question of plain values.
 
     Args:

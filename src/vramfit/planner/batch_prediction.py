@@ -14,7 +14,7 @@ from vramfit.gpus import GpuSpec
 from vramfit.planner.asking import ask
 from vramfit.planner.devices.cost import DeviceBackend, own_step_cost
 from vramfit.planner.live_choice import LiveModel
-from vramfit.planner.questions import Asked, Question
+from vramfit.planner.planner_questions import PlannerQuestion, QuestionContext
 from vramfit.runtime.batch_search import BatchTrial, batch_search
 from vramfit.workload import to_device
 
@@ -35,7 +35,7 @@ class PredictedBatch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchQuestion(Question[PredictedBatch]):
+class BatchQuestion(PlannerQuestion[PredictedBatch]):
     """A step and what it uses; goes to another process as one, so that the step finds its model and optimizer there.
 
     Attributes:
@@ -56,8 +56,8 @@ class BatchQuestion(Question[PredictedBatch]):
     most: int
     steps: int
 
-    def answer(self, asked: Asked) -> PredictedBatch:
-        """See `Question.answer`."""
+    def answer(self, asked: QuestionContext) -> PredictedBatch:
+        """See `PlannerQuestion.answer`."""
         return largest_on(asked.device, asked.packed, asked.memory.budget, asked.progress)
 
 

@@ -16,7 +16,7 @@ from vramfit.inference.token_batches import TokenBatches, TokenBatchSettings
 from vramfit.planner.asking import ask
 from vramfit.planner.devices.cost import DeviceBackend, own_step_cost
 from vramfit.planner.live_choice import LiveModel
-from vramfit.planner.questions import Asked, Question
+from vramfit.planner.planner_questions import PlannerQuestion, QuestionContext
 from vramfit.workload import call_model, to_device
 
 Progress = Callable[[str], None]
@@ -59,7 +59,7 @@ class MeasuredShapes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShapesQuestion(Question[MeasuredShapes]):
+class ShapesQuestion(PlannerQuestion[MeasuredShapes]):
     """Items that are to be put into batches; goes to another process.
 
     Attributes:
@@ -71,8 +71,8 @@ class ShapesQuestion(Question[MeasuredShapes]):
     lengths: tuple[int, ...]
     settings: TokenBatchSettings
 
-    def answer(self, asked: Asked) -> MeasuredShapes:
-        """See `Question.answer`."""
+    def answer(self, asked: QuestionContext) -> MeasuredShapes:
+        """See `PlannerQuestion.answer`."""
         return shapes_on(asked.device, asked.workload.model, self, asked.memory.budget, asked.progress)
 
 

@@ -16,7 +16,7 @@ from vramfit.inference.input_chunks import ChunkSettings, call_in_chunks, find_i
 from vramfit.planner.asking import ask
 from vramfit.planner.devices.cost import DeviceBackend, own_step_cost
 from vramfit.planner.live_choice import LiveModel
-from vramfit.planner.questions import Asked, Question
+from vramfit.planner.planner_questions import PlannerQuestion, QuestionContext
 from vramfit.planner.tile_search import TileCost, TileOption, TileSearch
 from vramfit.units import format_bytes
 from vramfit.workload.containers import tensors_in
@@ -48,7 +48,7 @@ class ChosenChunk:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChunkQuestion(Question[ChosenChunk]):
+class ChunkQuestion(PlannerQuestion[ChosenChunk]):
     """A call that is to be cut; goes to another process.
 
     Attributes:
@@ -63,8 +63,8 @@ class ChunkQuestion(Question[ChosenChunk]):
     host_inputs: bool
     host_outputs: bool
 
-    def answer(self, asked: Asked) -> ChosenChunk:
-        """See `Question.answer`."""
+    def answer(self, asked: QuestionContext) -> ChosenChunk:
+        """See `PlannerQuestion.answer`."""
         return quickest_chunk(asked.device, asked.workload.model, self, asked.memory.budget, asked.progress)
 
 

@@ -20,7 +20,7 @@ from vramfit.gpus import GpuSpec, find_gpu
 from vramfit.planner.asking import PackedTarget, job_of, once
 from vramfit.planner.packed_model import pack
 from vramfit.planner.planner_job import MARGIN, DeviceMemory
-from vramfit.planner.questions import Question, Result
+from vramfit.planner.planner_questions import PlannerQuestion, Result
 from vramfit.planner.resident_child import ResidentChild, resident_child
 
 Progress = Callable[[str], None]
@@ -72,7 +72,7 @@ class LiveAnswers:
         self._progress, self._stack = progress, stack
         self._child: ResidentChild | None = None
 
-    def ask(self, question: Question[Result]) -> Result:
+    def ask(self, question: PlannerQuestion[Result]) -> Result:
         """The answer to a question of plain values; the same is asked once in a process.
 
         Raises:
@@ -96,7 +96,7 @@ def live_answers(live: LiveModel, use: Any, progress: Progress | None) -> Iterat
     """Ask one other process several questions about a model.
 
     Args:
-        use: what questions need to run it, which `Asked.packed` gives them.
+        use: what questions need to run it, which `QuestionContext.packed` gives them.
 
     Raises:
         UsageError: the model or its use cannot go to another process.

@@ -20,7 +20,7 @@ from vramfit.inference.streaming.weight_placement import LayerPlace, PlacedLayer
 from vramfit.inference.streaming.weight_stream import StreamCounts, StreamedLayer
 from vramfit.planner.devices.cost import DeviceBackend, own_step_cost
 from vramfit.planner.planner_job import DeviceMemory
-from vramfit.planner.questions import Asked, Question
+from vramfit.planner.planner_questions import PlannerQuestion, QuestionContext
 from vramfit.searching.allowed import Multiples
 from vramfit.searching.largest import LargestSearch, Strategy
 from vramfit.searching.orders import first_of
@@ -47,7 +47,7 @@ _FILLINGS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlacementQuestion(Question[WeightPlacement]):
+class PlacementQuestion(PlannerQuestion[WeightPlacement]):
     """A use of a model that is to fit; goes to another process.
 
     Attributes:
@@ -62,8 +62,8 @@ class PlacementQuestion(Question[WeightPlacement]):
     never: bool = False
     slots: int | None = None
 
-    def answer(self, asked: Asked) -> WeightPlacement:
-        """See `Question.answer`."""
+    def answer(self, asked: QuestionContext) -> WeightPlacement:
+        """See `PlannerQuestion.answer`."""
         return found_placement(asked.device, asked.workload.model, self, asked.memory, asked.progress)
 
 

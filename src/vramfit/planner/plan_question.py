@@ -9,8 +9,8 @@ from typing import ClassVar
 
 from vramfit.planner.plan_file import plan_to_toml
 from vramfit.planner.planner_job import PRICE, PlanOptions
+from vramfit.planner.planner_questions import PlannerQuestion, QuestionContext
 from vramfit.planner.plans import plan_request
-from vramfit.planner.questions import Asked, Question
 from vramfit.planner.search import PlanFound
 from vramfit.planner.search_cache import SearchCache
 from vramfit.planner.search_clock import SearchClock, interruptible
@@ -19,7 +19,7 @@ from vramfit.planner.workload_check import check_workload
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PlanQuestion(Question[PlanFound]):
+class PlanQuestion(PlannerQuestion[PlanFound]):
     """The best plan for a budget, and the frontier if it is asked for.
 
     Attributes:
@@ -30,11 +30,11 @@ class PlanQuestion(Question[PlanFound]):
 
     options: PlanOptions = field(default_factory=PlanOptions)
 
-    def answer(self, asked: Asked) -> PlanFound:
-        """See `Question.answer`."""
+    def answer(self, asked: QuestionContext) -> PlanFound:
+        """See `PlannerQuestion.answer`."""
         # The process that asks imports this module too, and has no use for what runs the search.
         from vramfit.planner.cheapest_card import cheapest_plan
-        from vramfit.planner.devices.opening import virtual_card
+        from vramfit.planner.devices.device_opening import virtual_card
         from vramfit.planner.gradient_check import promised_plan
 
         request = plan_request(asked.workload, self.options, asked.memory, asked.target)

@@ -2,7 +2,7 @@
 
 Started as ``python -m vramfit.planner.planner_child FOLDER``, where the folder holds ``job.json``. A process of its
 own, since a virtual GPU needs an interpreter in which nothing has gone backward yet, and the workload's file is the
-user's code. It knows no question by name: see questions.py.
+user's code. It knows no question by name: see planner_questions.py.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from vramfit.files.protection import stand
 from vramfit.launch.interrupts import note_interrupts
 from vramfit.launch.job import job_file, tell
 from vramfit.launch.running import leave_after
-from vramfit.planner.devices.opening import opened
+from vramfit.planner.devices.device_opening import opened
 from vramfit.planner.planner_job import Answer, PlannerJob
-from vramfit.planner.questions import Asked, question_of, question_type
+from vramfit.planner.planner_questions import QuestionContext, question_of, question_type
 from vramfit.planner.resident_child import DONE, LOOK, OVER, READY
 from vramfit.planner.search_evidence import Evidence
 from vramfit.planner.workload_check import failure_of_task
@@ -76,7 +76,7 @@ def _work(job: PlannerJob, folder: Path, progress: Callable[[str], None]) -> Non
         evidence = Evidence(job, folder)
         evidence.watch()
     device, load = opened(memory)
-    asked = Asked(
+    asked = QuestionContext(
         workload=load(job.target),
         device=device,
         memory=memory,
@@ -91,7 +91,7 @@ def _work(job: PlannerJob, folder: Path, progress: Callable[[str], None]) -> Non
         job.answer(Answer(found=question_of(job, asked).answer(asked), card_here=card_here))
 
 
-def _stay(folder: Path, asked: Asked) -> None:
+def _stay(folder: Path, asked: QuestionContext) -> None:
     """Answer questions until the parent says that no more will come."""
     for number in itertools.count():
         place = folder / str(number)

@@ -141,7 +141,7 @@ class PlanOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannerJob(Job):
-    """A question on its way to the child; see questions.py.
+    """A question on its way to the child; see planner_questions.py.
 
     Attributes:
         question: its name; empty lets the child stay for several, each a job in a folder of its own below.

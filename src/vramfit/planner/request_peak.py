@@ -17,7 +17,7 @@ from vramfit.inference.residency.hosted_model import HostedModel
 from vramfit.planner.asking import ask
 from vramfit.planner.devices.cost import DeviceBackend, own_step_cost
 from vramfit.planner.live_choice import LiveModel
-from vramfit.planner.questions import Asked, Question
+from vramfit.planner.planner_questions import PlannerQuestion, QuestionContext
 
 Progress = Callable[[str], None]
 
@@ -34,7 +34,7 @@ class RequestPeak:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RequestQuestion(Question[RequestPeak]):
+class RequestQuestion(PlannerQuestion[RequestPeak]):
     """A call of a model; goes to another process.
 
     Attributes:
@@ -44,8 +44,8 @@ class RequestQuestion(Question[RequestPeak]):
     arguments: tuple[Any, ...]
     keywords: dict[str, Any]
 
-    def answer(self, asked: Asked) -> RequestPeak:
-        """See `Question.answer`."""
+    def answer(self, asked: QuestionContext) -> RequestPeak:
+        """See `PlannerQuestion.answer`."""
         return measured_request(asked.device, asked.workload.model, self)
 
 

@@ -22,7 +22,7 @@ from vramfit.launch.job import failure_of, listening, result_of
 from vramfit.launch.starting import start
 from vramfit.planner.asking import STANDARD_ERROR, child_command, child_environ
 from vramfit.planner.planner_job import Answer, DeviceMemory, PlannerJob
-from vramfit.planner.questions import Result
+from vramfit.planner.planner_questions import Result
 from vramfit.torch_internals.releases import refuse_older
 from vramfit.workload import split_target
 

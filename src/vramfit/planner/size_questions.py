@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from vramfit.errors import UsageError
 from vramfit.planner.devices.card_backend import another_card, card_of
 from vramfit.planner.largest_size import CardCheck, LargestSize, SizeSearch
+from vramfit.planner.planner_questions import PlannerQuestion, QuestionContext
 from vramfit.planner.plans import Plan, sizes_of
-from vramfit.planner.questions import Asked, Question
 from vramfit.planner.workload_check import check_workload
 from vramfit.techniques import with_choices
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SizeQuestion(Question[LargestSize]):
+class SizeQuestion(PlannerQuestion[LargestSize]):
     """The largest value of a size that fits.
 
     Attributes:
@@ -28,8 +28,8 @@ class SizeQuestion(Question[LargestSize]):
     sizes: Mapping[str, int] = field(default_factory=dict)
     plan: str | None = None
 
-    def answer(self, asked: Asked) -> LargestSize:
-        """See `Question.answer`."""
+    def answer(self, asked: QuestionContext) -> LargestSize:
+        """See `PlannerQuestion.answer`."""
         workload, memory = asked.workload, asked.memory
         sizes = sizes_of(workload, self.sizes)
         name = self.size or next(iter(workload.sizes))
@@ -47,7 +47,7 @@ class SizeQuestion(Question[LargestSize]):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SizeOnCardQuestion(Question[CardCheck]):
+class SizeOnCardQuestion(PlannerQuestion[CardCheck]):
     """The largest value that fits this machine's card, of those up to the one that was predicted.
 
     Attributes:
@@ -62,8 +62,8 @@ class SizeOnCardQuestion(Question[CardCheck]):
     plan: str | None = None
     any_card: bool = False
 
-    def answer(self, asked: Asked) -> CardCheck:
-        """See `Question.answer`."""
+    def answer(self, asked: QuestionContext) -> CardCheck:
+        """See `PlannerQuestion.answer`."""
         workload, card = asked.workload, card_of(asked.device)
         if why := another_card(card, None if self.any_card else asked.memory.gpu):
             return CardCheck(card=card.name, skipped=why)

@@ -15,7 +15,7 @@ from vramfit.inference.tile_runner import TileJob
 from vramfit.inference.tile_settings import TileSettings, per_axis, shares_per_axis
 from vramfit.inference.tiled_inference import make_job, rehearse
 from vramfit.planner.devices.cost import DeviceBackend, own_step_cost
-from vramfit.planner.questions import Asked, Question
+from vramfit.planner.planner_questions import PlannerQuestion, QuestionContext
 from vramfit.planner.tile_search import TileCost, TileOption, TileSearch, tile_options
 from vramfit.units import format_bytes
 
@@ -54,7 +54,7 @@ class ChosenTile:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TileQuestion(Question[ChosenTile]):
+class TileQuestion(PlannerQuestion[ChosenTile]):
     """What a tile is chosen for; goes to another process.
 
     Attributes:
@@ -74,8 +74,8 @@ class TileQuestion(Question[ChosenTile]):
         """The input's length along each spatial dimension."""
         return self.shape[len(self.shape) - self.dims :]
 
-    def answer(self, asked: Asked) -> ChosenTile:
-        """See `Question.answer`."""
+    def answer(self, asked: QuestionContext) -> ChosenTile:
+        """See `PlannerQuestion.answer`."""
         return quickest_tile(asked.device, asked.workload.model, self, asked.memory.budget, asked.progress)
 
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from vramfit.errors import UsageError
 from vramfit.planner.devices.card_backend import another_card, card_of
 from vramfit.planner.output_check import compare_outputs
+from vramfit.planner.planner_questions import PlannerQuestion, QuestionContext
 from vramfit.planner.plans import Plan, sizes_of
-from vramfit.planner.questions import Asked, Question
 from vramfit.planner.verification import (
     CardRuns,
     Simulated,
@@ -42,7 +42,7 @@ class AskedRun:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CardRunsQuestion(Question[CardRuns]):
+class CardRunsQuestion(PlannerQuestion[CardRuns]):
     """What a workload takes on this machine's card, plain or with plans.
 
     Attributes:
@@ -53,8 +53,8 @@ class CardRunsQuestion(Question[CardRuns]):
     runs: tuple[AskedRun, ...]
     any_card: bool = False
 
-    def answer(self, asked: Asked) -> CardRuns:
-        """See `Question.answer`."""
+    def answer(self, asked: QuestionContext) -> CardRuns:
+        """See `PlannerQuestion.answer`."""
         workload, card = asked.workload, card_of(asked.device)
         if why := another_card(card, None if self.any_card else asked.memory.gpu):
             return CardRuns(card=card.name, skipped=why)
@@ -67,13 +67,13 @@ class CardRunsQuestion(Question[CardRuns]):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PlanMemoryQuestion(Question[Simulated]):
+class PlanMemoryQuestion(PlannerQuestion[Simulated]):
     """Whether a plan's memory is what its file says."""
 
     plan: str
 
-    def answer(self, asked: Asked) -> Simulated:
-        """See `Question.answer`."""
+    def answer(self, asked: QuestionContext) -> Simulated:
+        """See `PlannerQuestion.answer`."""
         plan = Plan.load(self.plan)
         check_workload(asked.workload, sizes_of(asked.workload, dict(plan.aim.sizes)), asked.progress)
         asked.progress("the program before and after, on the device")
@@ -81,7 +81,7 @@ class PlanMemoryQuestion(Question[Simulated]):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PlanValuesQuestion(Question[ValuesCheck]):
+class PlanValuesQuestion(PlannerQuestion[ValuesCheck]):
     """Whether gradients and losses are what a plan promises, on the CPU that the process is on.
 
     Attributes:
@@ -97,8 +97,8 @@ class PlanValuesQuestion(Question[ValuesCheck]):
     seconds: float
     step_seconds: float
 
-    def answer(self, asked: Asked) -> ValuesCheck:
-        """See `Question.answer`."""
+    def answer(self, asked: QuestionContext) -> ValuesCheck:
+        """See `PlannerQuestion.answer`."""
         workload, progress = asked.workload, asked.progress
         plan = Plan.load(self.plan)
         if why := too_large(workload, asked.memory.host_bytes):

@@ -12,7 +12,7 @@ from torch import nn
 
 from vramfit.errors import UsageError
 from vramfit.planner.devices.cost import DeviceBackend, StepCost, own_step_cost
-from vramfit.planner.questions import Asked, Question
+from vramfit.planner.planner_questions import PlannerQuestion, QuestionContext
 from vramfit.techniques import Choice, with_choices
 from vramfit.techniques.quantization import WeightQuantization, WeightQuantizationSetting
 from vramfit.techniques.quantization.byte_program import FormatTable
@@ -45,7 +45,7 @@ class TriedFormats:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FormatTableQuestion(Question[FormatTable]):
+class FormatTableQuestion(PlannerQuestion[FormatTable]):
     """What a model takes with its layers in each format.
 
     Attributes:
@@ -54,14 +54,14 @@ class FormatTableQuestion(Question[FormatTable]):
 
     formats: tuple[str, ...]
 
-    def answer(self, asked: Asked) -> FormatTable:
-        """See `Question.answer`."""
+    def answer(self, asked: QuestionContext) -> FormatTable:
+        """See `PlannerQuestion.answer`."""
         formats = [WeightFormat(name) for name in self.formats]
         return format_table(asked.device, asked.workload.model, asked.packed(), formats, asked.progress)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FormatChoicesQuestion(Question[TriedFormats]):
+class FormatChoicesQuestion(PlannerQuestion[TriedFormats]):
     """What torch reserves with some choices of formats.
 
     Attributes:
@@ -72,8 +72,8 @@ class FormatChoicesQuestion(Question[TriedFormats]):
     choices: tuple[dict[str, str], ...]
     enough: int
 
-    def answer(self, asked: Asked) -> TriedFormats:
-        """See `Question.answer`."""
+    def answer(self, asked: QuestionContext) -> TriedFormats:
+        """See `PlannerQuestion.answer`."""
         choices = [{layer: WeightFormat(name) for layer, name in choice.items()} for choice in self.choices]
         return try_formats(
             asked.device,

@@ -47,7 +47,7 @@ QUESTIONS = frozenset(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
+class QuestionContext:
     """What a question is answered with, in the child.
 
     Attributes:
@@ -73,8 +73,8 @@ class Asked:
         return self.workload.batch(batch_size=1)
 
 
-class Question(ABC, Generic[Result]):
-    """A question; a dataclass is made of each, ``class TileQuestion(Question[ChosenTile])``.
+class PlannerQuestion(ABC, Generic[Result]):
+    """A question; a dataclass is made of each, ``class TileQuestion(PlannerQuestion[ChosenTile])``.
 
     About a workload's file it travels as plain values, which `vramfit.plain` knows; about a model of this process it is
     packed together with the model, and may hold whatever can be pickled.
@@ -86,7 +86,7 @@ class Question(ABC, Generic[Result]):
     """Whether what its runs saw on a virtual card is kept for the next time; see search_evidence.py."""
 
     @abstractmethod
-    def answer(self, asked: Asked) -> Result:
+    def answer(self, asked: QuestionContext) -> Result:
         """Find the answer, in the child.
 
         Raises:
@@ -102,7 +102,7 @@ class Question(ABC, Generic[Result]):
         return found  # type: ignore[no-any-return]
 
 
-def name_of(question: Question[Any]) -> str:
+def name_of(question: PlannerQuestion[Any]) -> str:
     """The name by which the child finds a question's type.
 
     Raises:
@@ -111,11 +111,11 @@ def name_of(question: Question[Any]) -> str:
     kind = type(question)
     name = f"{kind.__module__}:{kind.__qualname__}"
     if name not in QUESTIONS:
-        raise TypeError(f"{name} is not among the questions of vramfit.planner.questions")
+        raise TypeError(f"{name} is not among the questions of vramfit.planner.planner_questions")
     return name
 
 
-def question_type(name: str) -> type[Question[Any]]:
+def question_type(name: str) -> type[PlannerQuestion[Any]]:
     """The type that `name_of` named.
 
     Raises:
@@ -126,11 +126,11 @@ def question_type(name: str) -> type[Question[Any]]:
             f"{name!r} is no question of the planner", "Ask again, with one release of vramfit"
         )
     module, _, kind = name.partition(":")
-    found: type[Question[Any]] = getattr(importlib.import_module(module), kind)
+    found: type[PlannerQuestion[Any]] = getattr(importlib.import_module(module), kind)
     return found
 
 
-def question_of(job: PlannerJob, asked: Asked) -> Question[Any]:
+def question_of(job: PlannerJob, asked: QuestionContext) -> PlannerQuestion[Any]:
     """The question that a job asks.
 
     Raises:

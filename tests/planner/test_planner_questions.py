@@ -20,7 +20,14 @@ from vramfit.planner.devices.cpu_backend import CpuBackend
 from vramfit.planner.live_choice import LiveModel
 from vramfit.planner.plan_question import PlanQuestion
 from vramfit.planner.planner_job import DeviceMemory, PlannerJob, PlanOptions
-from vramfit.planner.questions import QUESTIONS, Asked, Question, name_of, question_of, question_type
+from vramfit.planner.planner_questions import (
+    QUESTIONS,
+    PlannerQuestion,
+    QuestionContext,
+    name_of,
+    question_of,
+    question_type,
+)
 from vramfit.planner.request_peak import RequestPeak, RequestQuestion
 from vramfit.planner.size_questions import SizeQuestion
 from vramfit.planner.verify_questions import AskedRun, CardRunsQuestion
@@ -31,15 +38,15 @@ MEMORY = DeviceMemory(device="cuda", gpu=find_gpu("RTX 4090"), budget=1 << 33)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Unlisted(Question[int]):
+class Unlisted(PlannerQuestion[int]):
     """A question that nobody entered."""
 
-    def answer(self, asked: Asked) -> int:
+    def answer(self, asked: QuestionContext) -> int:
         return asked.memory.budget
 
 
-def asked(workload: Workload) -> Asked:
-    return Asked(workload=workload, device=CpuBackend(), memory=MEMORY)
+def asked(workload: Workload) -> QuestionContext:
+    return QuestionContext(workload=workload, device=CpuBackend(), memory=MEMORY)
 
 
 def empty() -> Workload:
@@ -54,7 +61,7 @@ def test_every_question_is_listed() -> None:
         module = ".".join(("vramfit", *file.relative_to(SOURCE).with_suffix("").parts))
         for node in ast.parse(file.read_text(encoding="utf-8")).body:
             bases = node.bases if isinstance(node, ast.ClassDef) else ()
-            if any(ast.unparse(base).startswith("Question[") for base in bases):
+            if any(ast.unparse(base).startswith("PlannerQuestion[") for base in bases):
                 found.add(f"{module}:{node.name}")  # type: ignore[attr-defined]
     assert found == QUESTIONS
 
@@ -63,7 +70,7 @@ def test_every_question_is_listed() -> None:
 def test_each_question_and_its_answer_are_plain_dataclasses(name: str) -> None:
     kind = question_type(name)
     assert f"{kind.__module__}:{kind.__qualname__}" == name
-    assert issubclass(kind, Question)
+    assert issubclass(kind, PlannerQuestion)
     assert is_dataclass(kind)
     assert is_dataclass(kind.result_type())
 
@@ -102,7 +109,7 @@ def test_a_job_names_nothing_but_questions(name: str) -> None:
     ],
 )
 def test_a_question_of_plain_values_comes_out_as_it_went_in(
-    question: Question[object], tmp_path: Path
+    question: PlannerQuestion[object], tmp_path: Path
 ) -> None:
     replace(job_of(question, "work.py:training", MEMORY), folder=str(tmp_path)).write()
     job = PlannerJob.read(job_file(tmp_path))
