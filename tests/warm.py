@@ -24,8 +24,8 @@ from typing import Any, NoReturn
 
 from vramfit.launch import interrupts, starting
 from vramfit.launch.nursery import Nursery, WarmPopen, becoming
-from vramfit.launch.nursery.asking import READY
 from vramfit.launch.nursery.child_request import ChildRequest, ProgramKind, request_for
+from vramfit.launch.nursery.nursery_client import READY
 from vramfit.launch.nursery.nursery_process import serve
 
 CHILDREN = frozenset(

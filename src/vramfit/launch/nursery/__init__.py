@@ -8,6 +8,6 @@
 
 from __future__ import annotations
 
-from vramfit.launch.nursery.asking import Nursery, WarmPopen, nursery_for, start
+from vramfit.launch.nursery.nursery_client import Nursery, WarmPopen, nursery_for, start
 
 __all__ = ["Nursery", "WarmPopen", "nursery_for", "start"]

@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from vramfit.launch.nursery.asking import READY, SILENT
 from vramfit.launch.nursery.becoming import become
 from vramfit.launch.nursery.child_request import ChildRequest
+from vramfit.launch.nursery.nursery_client import READY, SILENT
 
 _LOOK = 1.0
 """Seconds between two looks whether the parent is still there: another child of it may hold the socket open."""
