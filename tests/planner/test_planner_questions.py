@@ -15,7 +15,8 @@ import vramfit
 from vramfit.errors import VramfitError
 from vramfit.gpus import find_gpu
 from vramfit.launch.job import job_file
-from vramfit.planner.asking import job_of
+from vramfit.launch.tasks import Ending, Task, TaskPlace, run_all
+from vramfit.planner.asking import ask, job_of
 from vramfit.planner.devices.cpu_backend import CpuBackend
 from vramfit.planner.live_choice import LiveModel
 from vramfit.planner.plan_question import PlanQuestion
@@ -134,3 +135,42 @@ def test_a_question_that_is_packed_with_its_model_comes_out_of_there(tmp_path: P
     other = replace(job, question="vramfit.planner.tile_trial:TileQuestion")
     with pytest.raises(VramfitError, match="RequestQuestion is packed with the model"):
         question_of(other, there)
+
+
+WORKLOADS = """
+import torch
+from torch import nn
+from vramfit import Workload
+
+def made(width):
+    return Workload(
+        model=lambda: nn.Linear(width, width),
+        batch=lambda batch_size: torch.ones(batch_size, width),
+        sizes={"batch_size": 4},
+        loss=lambda model, batch: model(batch).sum(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    )
+
+narrow, wide = made(256), made(512)
+"""
+
+
+def test_questions_run_side_by_side(tmp_path: Path) -> None:
+    """Each in its process, by the pool that runs ranks and studies; the largest batches are those of one at a time."""
+    file = tmp_path / "workloads.py"
+    file.write_text(WORKLOADS, encoding="utf-8")
+    memory = replace(MEMORY, gpu=find_gpu("2GiB"), budget=1 << 29)
+    tasks = [
+        Task(
+            key=name,
+            function=ask,
+            arguments=(SizeQuestion(), f"{file}:{name}", memory),
+            place=TaskPlace.EXECUTOR,
+        )
+        for name in ("narrow", "wide", "missing")
+    ]
+    results = {result.key: result for result in run_all(tasks, at_once=3)}
+    assert results["missing"].ending is Ending.FAILED and "missing" in results["missing"].failure
+    narrow, wide = (results[name].value for name in ("narrow", "wide"))
+    assert narrow.value > wide.value > 4
+    assert ask(SizeQuestion(), f"{file}:wide", memory) == wide

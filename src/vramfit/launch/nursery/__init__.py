@@ -1,7 +1,7 @@
 """Child interpreters that begin with torch imported: forks of a process that imported it once and never computes.
 
 - `child_request`: what a fork is asked to become.
-- `asking`: the side of the process that wants children.
+- `nursery_client`: the side of the process that wants children.
 - `nursery_process`: the process that forks.
 - `becoming`: what a fork does before it is the program.
 """
