@@ -8,6 +8,7 @@ import queue
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -205,6 +206,78 @@ def test_what_a_dictionary_forbids_is_put_back_all_the_same() -> None:
     model(torch.ones(1, 2))
     state.restore()
     assert model.strict["calls"] == 0
+
+
+class Registry(OrderedDict[str, type]):
+    """Makes an object of what it holds, as the activations of transformers do (``ACT2FN``)."""
+
+    def __getitem__(self, name: str) -> object:
+        return super().__getitem__(name)()
+
+
+class Wrapped(dict[str, type]):
+    def items(self) -> Any:
+        return [(name, kind()) for name, kind in super().items()]
+
+    __getitem__ = Registry.__getitem__
+
+
+class Listed(list[type]):
+    def __iter__(self) -> Any:
+        return iter([kind() for kind in super().__iter__()])
+
+
+class Grouped(set[type]):
+    def __iter__(self) -> Any:
+        return iter([kind() for kind in super().__iter__()])
+
+
+class Queued(deque[type]):
+    def __iter__(self) -> Any:
+        return iter([kind() for kind in super().__iter__()])
+
+
+GIVING = {
+    "ordered": lambda: Registry(act=nn.ReLU),
+    "dictionary": lambda: Wrapped(act=nn.ReLU),
+    "list": lambda: Listed([nn.ReLU]),
+    "set": lambda: Grouped([nn.ReLU]),
+    "deque": lambda: Queued([nn.ReLU]),
+}
+
+
+def held(container: Any) -> list[Any]:
+    """What it holds, whatever it gives."""
+    base = next(base for base in (OrderedDict, dict, list, deque, set) if isinstance(container, base))
+    return list(base.items(container) if issubclass(base, dict) else base.__iter__(container))
+
+
+@pytest.mark.parametrize("kind", GIVING)
+def test_what_gives_something_else_than_it_holds_is_left_as_it_is(kind: str) -> None:
+    """Both users: nothing is written where a pass writes nothing, and what is written is put back."""
+    container = GIVING[kind]()
+    before = held(container)
+    base = OrderedDict if kind == "ordered" else dict
+    add: Any = {"list": list.append, "deque": deque.append, "set": set.add}.get(
+        kind, lambda owner, value: base.__setitem__(owner, "more", value)
+    )
+    model = Writer(lambda model: None)
+    model.registry = container
+    state = ForwardState(model, lambda model, inputs: model(inputs).sum())
+    model(torch.ones(1, 2))
+    assert not state.written()
+    state.restore()
+    assert held(container) == before
+    reached = reached_from([model])
+    note = StateNote(reached, (), (), torch.device("cpu"))
+    assert not note.containers.differs()
+    add(container, nn.Tanh)
+    assert note.containers.differs()
+    note.restore()
+    assert held(container) == before
+    add(container, nn.Tanh)
+    state.restore()
+    assert held(container) == before
 
 
 READ_ONLY = {

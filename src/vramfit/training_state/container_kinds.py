@@ -3,6 +3,10 @@
 NOTE [Contents by reference]: a container's contents are kept as they stand, a copy of references, which takes a
 fraction of a microsecond for each. So containers are compared by identity: ``is`` says that nothing was put in
 another's place.
+
+NOTE [Subclasses]: a subclass may give something else than what it holds: the registry of activations of transformers
+makes a layer whenever one of its classes is asked for. So what a container holds is read and put back by the methods of
+the class of the standard library that it is of, never by its own, which may forbid writing, too.
 """
 
 from __future__ import annotations
@@ -18,6 +22,9 @@ from torch import nn
 
 MODULE_OWN = frozenset(vars(nn.Module())) - {"training"}
 """What each module of torch has of its own: hooks, and the dictionaries of parameters, buffers and modules."""
+
+
+_BASES = (collections.OrderedDict, dict, list, collections.deque, set)
 
 
 class _Missing:
@@ -79,25 +86,28 @@ def _by_path(prefix: str, key: Key) -> str:
 
 
 class _Mappings(ContainerKind):
+    """Dictionaries. See NOTE [Subclasses]."""
+
     sized = True
 
     def contents(self, owner: dict[Any, Any]) -> dict[Any, Any]:
-        return dict(owner)
-
-    def all_contents(self, owners: list[Any]) -> list[Any]:
-        return list(map(dict, owners))
+        return dict(owner) if type(owner) is dict else dict(_base_of(owner).items(owner))
 
     def put(self, owner: dict[Any, Any], kept: dict[Any, Any], left: Collection[Key] = ()) -> None:
-        stay = {key: value for key, value in owner.items() if self._stays(key) or key in left}
+        base = _base_of(owner)
+        stay = {key: value for key, value in base.items(owner) if self._stays(key) or key in left}
         own = {key: value for key, value in kept.items() if not self._stays(key) and key not in left}
-        # Subclasses may forbid both, or do more than hold what they are given.
-        base = collections.OrderedDict if isinstance(owner, collections.OrderedDict) else dict
         base.clear(owner)
         base.update(owner, own)
         base.update(owner, stay)
 
     def _stays(self, key: Key) -> bool:  # noqa: ARG002  # subclasses ask for the key
         return False
+
+
+def _base_of(owner: Any) -> Any:
+    """The class of the standard library whose methods read and write what a container holds."""
+    return next(base for base in _BASES if isinstance(owner, base))
 
 
 class _ModuleAttributes(_Mappings):
@@ -136,8 +146,8 @@ class _Entries(ContainerKind):
     """Those entries alone of a dictionary whose keys are known."""
 
     def contents(self, owner: Names) -> dict[Any, Any]:
-        space = owner.space
-        return {name: space[name] for name in owner.names if name in space}
+        values = ((name, dict.get(owner.space, name, MISSING)) for name in owner.names)
+        return {name: value for name, value in values if value is not MISSING}
 
     def put(self, owner: Names, kept: dict[Any, Any], left: Collection[Key] = ()) -> None:
         for name in owner.names:
@@ -165,42 +175,36 @@ class _Sequences(ContainerKind):
     counted = sized = True
 
     def contents(self, owner: Any) -> list[Any]:
-        return list(owner)
-
-    def all_contents(self, owners: list[Any]) -> list[Any]:
-        return list(map(list, owners))
+        return list(owner) if type(owner) is list else list(_base_of(owner).__iter__(owner))
 
     def entries(self, contents: list[Any]) -> Iterable[tuple[Key, Any]]:
         return enumerate(contents)
 
     def differs(self, owner: Any, kept: list[Any]) -> bool:
-        return len(owner) != len(kept) or not all(
-            one is other for one, other in zip(owner, kept, strict=True)
-        )
+        now = owner if type(owner) is list else self.contents(owner)
+        return len(now) != len(kept) or not all(one is other for one, other in zip(now, kept, strict=True))
 
     def put(self, owner: Any, kept: list[Any], left: Collection[Key] = ()) -> None:  # noqa: ARG002
-        if isinstance(owner, list):
-            owner[:] = kept
-        else:
-            owner.clear()
-            owner.extend(kept)
+        base = _base_of(owner)
+        base.clear(owner)
+        base.extend(owner, kept)
 
 
 class _Sets(ContainerKind):
     counted = sized = True
 
     def contents(self, owner: set[Any]) -> set[Any]:
-        return set(owner)
+        return set(set.__iter__(owner))
 
     def entries(self, contents: set[Any]) -> Iterable[tuple[Key, Any]]:  # noqa: ARG002
         return ()  # it has no names for them
 
     def differs(self, owner: set[Any], kept: set[Any]) -> bool:
-        return owner != kept
+        return self.contents(owner) != kept
 
     def put(self, owner: set[Any], kept: set[Any], left: Collection[Key] = ()) -> None:  # noqa: ARG002
-        owner.clear()
-        owner.update(kept)
+        set.clear(owner)
+        set.update(owner, kept)
 
 
 class _Cells(ContainerKind):
