@@ -16,7 +16,7 @@ from vramfit.api.option_keywords import takes_options
 from vramfit.api.programs import Report, command_of
 from vramfit.arguments import call_argument, whole_argument
 from vramfit.errors import UsageError
-from vramfit.gpus import GpuSpec
+from vramfit.gpus import GpuSpec, find_gpu
 from vramfit.options.run_options import KEYWORDS, NOT_OF_RANKS, WorldKeywords, read_options
 from vramfit.report import json_text, print_report, render, to_json
 from vramfit.trace import Run
@@ -172,7 +172,7 @@ def run_ranks(
     size = whole_argument("world_size", world_size, least=1, most=MOST_RANKS)
     node = min(PER_NODE, size) if per_node is None else whole_argument("per_node", per_node, least=1)
     world, choice = World(size=size, per_node=node), rank_choice(ranks, size)
-    chosen = read_options(KEYWORDS, {"gpu": gpu, **options}, without=NOT_OF_RANKS)
+    chosen = read_options(KEYWORDS, {"gpu": find_gpu(gpu), **options}, without=NOT_OF_RANKS)
     told = None if progress is None else call_argument("progress", progress)
     with ExitStack() as stack:
         if callable(program):

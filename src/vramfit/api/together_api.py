@@ -14,7 +14,7 @@ from vramfit.api.program_run import run_program
 from vramfit.api.programs import Report, command_of
 from vramfit.arguments import call_argument, path_argument, shown
 from vramfit.errors import UsageError, VramfitError
-from vramfit.gpus import GpuSpec
+from vramfit.gpus import GpuSpec, find_gpu
 from vramfit.options.run_options import KEYWORDS, NOT_TOGETHER, RunOptions, WorldKeywords, read_options
 from vramfit.report import json_text, print_report, render, to_json
 from vramfit.trace import MemoryTrace, Run, read_any
@@ -107,7 +107,7 @@ def together(
         TraceFormatError: a file cannot be read.
         VramfitError: a program failed for another reason than memory.
     """
-    chosen = read_options(KEYWORDS, {"gpu": gpu, **options}, without=NOT_TOGETHER)
+    chosen = read_options(KEYWORDS, {"gpu": find_gpu(gpu), **options}, without=NOT_TOGETHER)
     told = None if progress is None else call_argument("progress", progress)
     return programs_together(programs, replace(chosen, need=False), told)
 

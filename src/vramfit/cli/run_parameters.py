@@ -86,9 +86,11 @@ def _kind(declared: Option, default: Any) -> tuple[Any, Any]:
 
 
 def _given(names: Collection[str], given: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Take the options out of what typer gives."""
+    """Take the options out of what typer gives, which has None, or an empty list, for one that was not written."""
     for name in names:
         value = given.pop(name)
+        if value is None or value == []:
+            continue
         if OPTIONS[name][0].negated:
             value = not value
         yield name, value

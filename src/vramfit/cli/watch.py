@@ -208,9 +208,8 @@ def _script(words: list[str], gpu: str | None, budget: str | None) -> Running:
         words = words[1:]
     module = words[1] if words[:1] == ["-m"] and len(words) > 1 else None
     command = program_command(module, words[2:] if module else words)
-    options = read_options(
-        COMMAND_LINE, {"gpu": gpu, "device": None if gpu is not None else "cpu", "budget": budget}
-    )
+    place = {"device": "cpu"} if gpu is None else {"gpu": gpu}
+    options = read_options(COMMAND_LINE, place | ({} if budget is None else {"budget": budget}))
     check_source(command)
 
     def run(folder: Path, every: float, started: Started) -> int:

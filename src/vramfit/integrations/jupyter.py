@@ -174,8 +174,8 @@ def _options(line: str) -> CellOptions:
         words = shlex.split(line)
     except ValueError as error:
         raise UsageError(f"%%vram: {error}", 'Quote names with spaces: --gpu "RTX 4090"') from None
-    given = vars(parser.parse_args(words))
-    output = given.pop("output")
+    given = {name: value for name, value in vars(parser.parse_args(words)).items() if value is not None}
+    output = given.pop("output", None)
     if output is not None and not output.isidentifier():
         raise UsageError(f"-o {output} is not the name of a variable", "Write it as -o report")
     return CellOptions(run=read_options(COMMAND_LINE, given, without=NOT_OF_A_CELL), output=output)

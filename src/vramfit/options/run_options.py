@@ -301,7 +301,7 @@ def read_options(door: Door, given: Mapping[str, Any], *, without: Collection[st
 
     Args:
         door: how the user spells them.
-        given: values by name; those that equal the default count as not given.
+        given: values by name; those that are the default count as not given.
         without: options that this door does not have.
 
     Raises:
@@ -331,7 +331,7 @@ def given_options(options: RunOptions) -> Iterator[str]:
 
 def _is_given(name: str, value: Any) -> bool:
     default = OPTIONS[name][1]
-    return value is not None and not (type(value) is type(default) and value == default) and value != []
+    return not (value is default or (type(value) is type(default) and value == default))
 
 
 def _check_runs(door: Door, values: Mapping[str, Any]) -> None:

@@ -29,7 +29,7 @@ from vramfit.errors import EnvironmentUnfitError, VramfitError
 from vramfit.failure_line import failure_line
 from vramfit.files import Protection, Writes, current, make_policy, protect
 from vramfit.files.protection import standing
-from vramfit.gpus import GpuSpec
+from vramfit.gpus import GpuSpec, find_gpu
 from vramfit.gpus.measured_profile import MeasuredProfile, chosen_profile, profile_doubt
 from vramfit.options.assume_choice import Assume, assumption
 from vramfit.options.clock_choice import program_clock
@@ -120,7 +120,7 @@ class VirtualGPU:
         if isinstance(gpu, RunOptions):
             chosen = gpu
         else:
-            chosen = read_options(KEYWORDS, {"gpu": gpu, **options}, without=NOT_OF_A_BLOCK)
+            chosen = read_options(KEYWORDS, {"gpu": find_gpu(gpu), **options}, without=NOT_OF_A_BLOCK)
         self._clock = program_clock(chosen.clock)
         self.place = place_of(rank, world_size, ranks_per_node, mailbox)
         gpus = max(chosen.gpus, self.place.cards)

@@ -267,3 +267,18 @@ def test_an_interrupt_while_a_child_is_about_to_be_there_reaches_it(tmp_path: Pa
         assert got == []
         signals.started(Child())  # type: ignore[arg-type]
     assert got == [signal.SIGINT]
+
+
+def test_one_file_may_stand_for_all_three_streams() -> None:
+    """As the null device does, where a program runs with nothing of it to be seen."""
+    code = """
+import dataclasses, os, sys
+from vramfit.launch.nursery.becoming import settle
+from vramfit.launch.nursery.child_request import request_for
+request = dataclasses.replace(request_for([sys.executable, "-P", "-c", "pass"]), cwd="/")
+settle(request, [os.open(os.devnull, os.O_RDWR)] * 3)
+print("nobody sees it")
+os._exit(7)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (7, "", "")

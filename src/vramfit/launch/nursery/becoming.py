@@ -70,7 +70,7 @@ def settle(request: ChildRequest, files: Sequence[int]) -> None:
     copies = [os.dup(file) for file in files]
     for target, copy in enumerate(copies):
         os.dup2(copy, target)
-    for file in (*copies, *files):
+    for file in {*copies, *files}:  # the null device may stand for several
         if file >= len(_STREAMS):
             os.close(file)
     os.chdir(request.cwd)
