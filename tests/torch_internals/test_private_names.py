@@ -28,6 +28,10 @@ WITHOUT_TORCH = {
         "launch/stopping.py",
         "torch._library.simple_registry",
     ): "looks whether it is loaded",
+    (
+        "virtual/worlds/world_run.py",
+        "torch._dynamo",
+    ): "names what the process that ranks are forks of imports",
 }
 """Paths on floors that work before torch is imported."""
 
@@ -61,9 +65,10 @@ OF_OBJECTS = {
 OF_OTHERS = {
     "Python": (
         "_TemporaryFileCloser _USE_CP_COPY_FILE_RANGE _USE_CP_SENDFILE"
-        " _args _args_from_interpreter_flags _bootstrap_inner _current_frames"
+        " _args _args_from_interpreter_flags _bootstrap_inner _close_pipe_fds _current_frames"
         " _exit _fastcopy_sendfile _fields _finalizer_registry _forkserver _forkserver_pid _getframe _initializing"
-        " _is_gil_enabled _is_owned _kwargs _mmap _run_exitfuncs _shutdown _start_method _stop _target _traces"
+        " _is_gil_enabled _is_owned _kwargs _mmap _registry _run_exitfuncs _run_module_as_main _shutdown _start_method"
+        " _stop _target _traces"
     ),
     "other libraries": (
         "_active _attn_implementation _attn_implementation_internal _choose_qparams_affine_tinygemm _cpu _default"
