@@ -13,6 +13,7 @@ import pytest
 from analysis.synthetic import Recorder, fitting_run, gpt_training, oom_run, virtual_run
 from cli.conftest import FakeRunner, Invocation
 from vramfit.analysis import verdict
+from vramfit.files import Writes
 from vramfit.options.limits import Limits
 from vramfit.options.run_options import RunOptions
 from vramfit.report import json_text
@@ -160,6 +161,25 @@ class TestBaseline:
         assert found.code == 2
         assert "--write-baseline none.json" in found.err
         assert not runner.calls
+
+
+@pytest.mark.parametrize(
+    ("option", "name", "value"),
+    [
+        (("--assume", "typical"), "assume", "typical"),
+        (("--gpus", "2"), "gpus", 2),
+        (("--writes", "keep"), "writes", Writes.KEEP),
+        (("--profile", "none"), "profile", "none"),
+    ],
+)
+def test_options_of_a_card_hold_for_the_one_that_is_implied(
+    vramfit: Command, runner: FakeRunner, script: Path, option: tuple[str, str], name: str, value: object
+) -> None:
+    """By the budget, where no card is named; not where the CPU is."""
+    assert vramfit("check", script, "--budget", "40GiB", *option).code == 0
+    assert runner.options[name] == value
+    refused = vramfit("check", script, "--budget", "40GiB", "--device", "cpu", *option)
+    assert (refused.code, f"{option[0]} is for a virtual GPU" in refused.err) == (2, True)
 
 
 class TestForReal:

@@ -29,6 +29,7 @@ from vramfit.options.run_options import (
     RunKeywords,
     RunOptions,
     WorldKeywords,
+    check_runs,
     given_options,
     read_options,
 )
@@ -85,6 +86,32 @@ def test_the_child_is_given_the_same_options(tmp_path: Path) -> None:
 
 def test_steady_is_a_number_of_steps_too() -> None:
     assert read_options(COMMAND_LINE, {"steps": "steady"}).limits == Limits(steady=True)
+
+
+@pytest.mark.parametrize(
+    ("written", "seconds"), [("0.00001s", 1e-5), ("100000000000000000h", 3.6e20), (2.5, 2.5)]
+)
+def test_a_time_is_read_once(written: object, seconds: float) -> None:
+    """However Python writes the number that came of it."""
+    assert read_options(KEYWORDS, {"time": written}).limits == Limits(seconds=seconds)
+    assert RunOptions(time=seconds).limits.seconds == seconds
+
+
+def test_options_of_a_card_may_come_before_the_card() -> None:
+    """The verb that chooses a card checks them then."""
+    early = read_options(COMMAND_LINE, {"assume": "typical", "gpus": 2}, card_follows=True)
+    assert set(given_options(early)) == {"assume", "gpus"}
+    with pytest.raises(UsageError, match="--gpus is for a virtual GPU"):
+        check_runs(COMMAND_LINE, ["gpus"])
+    check_runs(COMMAND_LINE, ["gpus", "gpu"])
+
+
+def test_options_given_whole_to_a_block_stand_alone() -> None:
+    options = RunOptions(gpu=find_gpu("24GiB"), gpus=2)
+    assert len(vramfit.VirtualGPU(options).run.devices) == 2
+    for wrong in (lambda: vramfit.VirtualGPU(options, gpus=1), lambda: vramfit.VirtualGPU(RunOptions())):
+        with pytest.raises(UsageError, match="name the card and all else"):
+            wrong()
 
 
 @pytest.mark.parametrize(

@@ -19,13 +19,13 @@ from vramfit.analysis import (
     reconcile,
     verdict,
 )
-from vramfit.api.option_keywords import takes_options
 from vramfit.api.program_run import run_program
 from vramfit.arguments import (
     path_argument,
     paths_argument,
 )
 from vramfit.errors import UsageError
+from vramfit.options.option_keywords import takes_options
 from vramfit.options.run_options import KEYWORDS, SEVERAL, RunKeywords, RunOptions, read_options
 from vramfit.report import json_text, print_report, render, to_json
 from vramfit.report.forms import Material, write_as

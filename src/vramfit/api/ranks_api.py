@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from vramfit.analysis.rank_memory import RankSpan, WorldMemory, world_memory
-from vramfit.api.option_keywords import takes_options
 from vramfit.api.programs import Report, command_of
 from vramfit.arguments import call_argument, whole_argument
 from vramfit.errors import UsageError
 from vramfit.gpus import GpuSpec, find_gpu
+from vramfit.options.option_keywords import takes_options
 from vramfit.options.run_options import KEYWORDS, NOT_OF_RANKS, WorldKeywords, read_options
 from vramfit.report import json_text, print_report, render, to_json
 from vramfit.trace import Run

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from vramfit.analysis import CardSharing, check_count, run_from_trace, share_card, used_device
-from vramfit.api.option_keywords import takes_options
 from vramfit.api.program_run import run_program
 from vramfit.api.programs import Report, command_of
 from vramfit.arguments import call_argument, path_argument, shown
 from vramfit.errors import UsageError, VramfitError
 from vramfit.gpus import GpuSpec, find_gpu
+from vramfit.options.option_keywords import takes_options
 from vramfit.options.run_options import KEYWORDS, NOT_TOGETHER, RunOptions, WorldKeywords, read_options
 from vramfit.report import json_text, print_report, render, to_json
 from vramfit.trace import MemoryTrace, Run, read_any

@@ -24,7 +24,7 @@ from vramfit.cli.ranks import (
 from vramfit.cli.run_parameters import with_run_options
 from vramfit.cli.where import run_program
 from vramfit.errors import UsageError, VramfitError
-from vramfit.options.run_options import RunOptions
+from vramfit.options.run_options import COMMAND_LINE, RunOptions, check_runs, given_options
 
 if TYPE_CHECKING:
     from vramfit.analysis import Gate, PeakState, Tolerance, Verdict
@@ -49,6 +49,7 @@ class CheckCommand(Verb):
 
 @with_run_options(
     without=("budget", "clock", "kernels", "host_memory"),
+    card_follows=True,
     words={
         "gpu": "The card of the program; by default the baseline's, or one of the budget's size.",
         "device": "Run for real instead, recorded: on this machine's card or on its CPU.",
@@ -226,6 +227,7 @@ def _on_card(asked: _CheckOptions, run: RunOptions) -> RunOptions:
             run = replace(run, device="cpu")
         else:
             run = replace(run, gpu=options.card_of(_card_of(asked)))
+    check_runs(COMMAND_LINE, set(given_options(run)))
     return replace(run, budget=asked.budget) if run.device == "cpu" else run
 
 

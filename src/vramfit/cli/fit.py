@@ -28,6 +28,7 @@ _NOT_HERE = frozenset(
 
 @with_run_options(
     without=_NOT_HERE,
+    card_follows=True,
     words={
         "gpu": 'The virtual card: "RTX 4090", a size such as 24GiB, or a TOML file.',
         "assume": "As for vramfit run: what to take for sizes that depend on data.",

@@ -16,13 +16,17 @@ Verb = Callable[..., None]
 
 
 def with_run_options(
-    *, without: Collection[str] = (), words: Mapping[str, str] | None = None
+    *,
+    without: Collection[str] = (),
+    words: Mapping[str, str] | None = None,
+    card_follows: bool = False,
 ) -> Callable[[Verb], Verb]:
     """Replace a verb's parameter of type `RunOptions` by an option of the command line for each of its fields.
 
     Args:
         without: options that the verb does not have.
         words: help in place of the declared one, where an option means something special for the verb.
+        card_follows: as of `read_options`.
     """
 
     def decorate(verb: Verb) -> Verb:
@@ -39,7 +43,8 @@ def with_run_options(
 
         def command(**given: Any) -> None:
             values = dict(_given(names, given))
-            verb(**{target: read_options(COMMAND_LINE, values, without=without)}, **given)
+            options = read_options(COMMAND_LINE, values, without=without, card_follows=card_follows)
+            verb(**{target: options}, **given)
 
         command.__name__, command.__doc__, command.__module__ = verb.__name__, verb.__doc__, verb.__module__
         command.__signature__ = signature.replace(  # type: ignore[attr-defined]

@@ -78,6 +78,6 @@ def _factor(text: str) -> float:
     if not 1 <= factor < math.inf:
         raise UsageError(
             f"the worst rank cannot receive {text} times its even share of tokens",
-            "Write a number from 1 on: --assume imbalance=1.5",
+            "Write a number of at least 1: --assume imbalance=1.5",
         )
     return factor

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Literal
 
 from vramfit.errors import UsageError
+
+STEADY: Literal["steady"] = "steady"
+"""In place of a number of steps: until enough in a row have asked for the same memory."""
 
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 # As many digits as anybody waits for: python refuses to read thousands of them.
@@ -48,8 +52,8 @@ def limits_from(steps: str | int | None, time: str | float | None) -> Limits:
 
 
 def _steps(given: str | int | None) -> tuple[int | None, bool]:
-    if given is None or given == "steady":
-        return None, given == "steady"
+    if given is None or given == STEADY:
+        return None, given == STEADY
     text = str(given).strip()
     if isinstance(given, bool) or _STEPS.fullmatch(text) is None or int(text) < 1:
         raise UsageError(f"{given!r} is not a number of steps", _AS_STEPS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from vramfit.arguments import flag_argument, path_argument, paths_argument, text_argument, whole_argument
 from vramfit.errors import UsageError
@@ -14,7 +14,7 @@ from vramfit.gpus import GpuSpec
 from vramfit.gpus.measured_profile import MeasuredProfile
 from vramfit.options.cudnn_choice import NONE, wanted_cudnn
 from vramfit.options.declaration import Door
-from vramfit.options.limits import limits_from
+from vramfit.options.limits import STEADY, limits_from
 
 AUTO, CPU = "auto", "cpu"
 """Devices of recorded runs: the card of this machine, and its CPU, metered."""
@@ -75,10 +75,10 @@ def read_file(door: Door, name: str, given: Any) -> str:
     return str(file.resolve())
 
 
-def read_steps(_door: Door, _name: str, given: Any) -> int | str:
+def read_steps(_door: Door, _name: str, given: Any) -> int | Literal["steady"]:
     """A number of steps, or ``steady``."""
     limits = limits_from(given, None)
-    return "steady" if limits.steps is None else limits.steps
+    return STEADY if limits.steps is None else limits.steps
 
 
 def read_seconds(_door: Door, _name: str, given: Any) -> float:

@@ -12,7 +12,7 @@ import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 from vramfit.errors import UsageError
 from vramfit.files.policy import Writes
@@ -31,7 +31,7 @@ from vramfit.options.declaration import (
     declared,
     option,
 )
-from vramfit.options.limits import Limits, limits_from
+from vramfit.options.limits import STEADY, Limits
 from vramfit.options.readers import (
     MOST_GPUS,
     read_card,
@@ -177,7 +177,7 @@ class RunOptions:
         read=read_file,
         kind=Path,
     )
-    steps: int | str | None = option(
+    steps: int | Literal["steady"] | None = option(
         metavar="N|steady",
         help="End the program after N steps, or when three in a row asked for the same memory.",
         panel=ENDING,
@@ -227,7 +227,9 @@ class RunOptions:
     @property
     def limits(self) -> Limits:
         """When the program is ended."""
-        return limits_from(self.steps, self.time)
+        if self.steps == STEADY:
+            return Limits(steady=True, seconds=self.time)
+        return Limits(steps=self.steps, seconds=self.time)
 
     @property
     def card(self) -> GpuSpec:
@@ -296,13 +298,16 @@ NOT_TOGETHER = SEVERAL | frozenset({"gpus", "device", "budget", "need"})
 """Options that programs side by side do not have: they share one virtual card."""
 
 
-def read_options(door: Door, given: Mapping[str, Any], *, without: Collection[str] = ()) -> RunOptions:
+def read_options(
+    door: Door, given: Mapping[str, Any], *, without: Collection[str] = (), card_follows: bool = False
+) -> RunOptions:
     """The options of a run from what a user gave for them.
 
     Args:
         door: how the user spells them.
         given: values by name; those that are the default count as not given.
         without: options that this door does not have.
+        card_follows: whether the caller may choose a card where the user named none; it calls `check_runs` then.
 
     Raises:
         UsageError: a value cannot be read, or two options contradict each other.
@@ -314,7 +319,8 @@ def read_options(door: Door, given: Mapping[str, Any], *, without: Collection[st
         if name not in known:
             raise TypeError(f"there is no option {name!r} here: choose from {', '.join(known)}")
     values = {name: value for name, value in given.items() if _is_given(name, value)}
-    _check_runs(door, values)
+    if not card_follows:
+        check_runs(door, values)
     read = {name: OPTIONS[name][0].read(door, name, value) for name, value in values.items()}
     if read.get("writes") is Writes.REAL and read.get("writes_through"):
         raise UsageError(
@@ -334,22 +340,23 @@ def _is_given(name: str, value: Any) -> bool:
     return not (value is default or (type(value) is type(default) and value == default))
 
 
-def _check_runs(door: Door, values: Mapping[str, Any]) -> None:
-    """Refuse options of a recorded run beside a virtual card, and those of a virtual card without one."""
-    is_virtual = "gpu" in values
-    for name, value in values.items():
+def check_runs(door: Door, given: Collection[str]) -> None:
+    """Refuse options of a recorded run beside a virtual card, and those of a virtual card without one.
+
+    Args:
+        given: the names of the options that are given.
+
+    Raises:
+        UsageError: one is for the other kind of run.
+    """
+    is_virtual = "gpu" in given
+    for name in given:
         runs = OPTIONS[name][0].runs
         if is_virtual and runs is RunKind.RECORDED:
             raise UsageError(
                 f"{door.name(name)} is for recording a real run, and {door.name('gpu')} for a virtual GPU",
                 f"Leave one of them out; a virtual GPU of any size is {door.given('gpu', '20GiB')}",
             )
-        if is_virtual or runs is not RunKind.VIRTUAL:
-            continue
-        if name.startswith("writes"):
-            raise UsageError(
-                f"{door.name(name)} is for a virtual GPU: a recorded program writes its files as usual",
-                door.choose_card,
-            )
-        del value
-        raise UsageError(f"{door.name(name)} is for a virtual GPU", door.choose_card)
+        if not is_virtual and runs is RunKind.VIRTUAL:
+            files = ": a recorded program writes its files as usual" if name.startswith("writes") else ""
+            raise UsageError(f"{door.name(name)} is for a virtual GPU{files}", door.choose_card)

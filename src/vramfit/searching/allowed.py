@@ -76,7 +76,7 @@ class Listed:
     """These values only.
 
     Args:
-        values: ascending, from 1 on, each once.
+        values: ascending, at least 1, each once.
 
     Raises:
         UsageError: they are not.
@@ -88,7 +88,8 @@ class Listed:
         """Check their order."""
         if any(value < 1 for value in self.values) or any(low >= high for low, high in pairwise(self.values)):
             raise UsageError(
-                f"{self.values} are not ascending whole numbers from 1 on", "Sort them, and pass each once"
+                f"{self.values} are not ascending whole numbers of at least 1",
+                "Sort them, and pass each once",
             )
 
     @property

@@ -177,7 +177,7 @@ class TensorsNote:
         return [Unrestored(what=f"a tensor of shape {tuple(one.shape)}") for one in self._counted()]
 
     def copy_of(self, tensor: torch.Tensor) -> TensorCopy | None:
-        """The copy of a tensor; None where there is none."""
+        """The copy of a tensor, None if it was not copied."""
         return self._copies.get(id(tensor))
 
     def differing(self) -> list[torch.Tensor]:

@@ -25,7 +25,7 @@ from vramfit.arguments import (
 )
 from vramfit.cudnn.asker import AskedCudnn, ask_cudnn
 from vramfit.cudnn.found_library import dotted, of_torch
-from vramfit.errors import EnvironmentUnfitError, VramfitError
+from vramfit.errors import EnvironmentUnfitError, UsageError, VramfitError
 from vramfit.failure_line import failure_line
 from vramfit.files import Protection, Writes, current, make_policy, protect
 from vramfit.files.protection import standing
@@ -34,6 +34,7 @@ from vramfit.gpus.measured_profile import MeasuredProfile, chosen_profile, profi
 from vramfit.options.assume_choice import Assume, assumption
 from vramfit.options.clock_choice import program_clock
 from vramfit.options.cudnn_choice import wanted_cudnn
+from vramfit.options.option_keywords import takes_options
 from vramfit.options.run_options import KEYWORDS, NOT_OF_A_BLOCK, BlockKeywords, RunOptions, read_options
 from vramfit.patching import PatchStack, together
 from vramfit.torch_internals import build_check, build_shim, cuda_hooks, device_guards, names, releases
@@ -70,6 +71,7 @@ _RANKS = names.Feature("ranks of distributed programs")
 _FOREIGN = names.Feature("kernels of Triton and of other libraries")
 
 
+@takes_options(without=NOT_OF_A_BLOCK, own=("gpu",))
 class VirtualGPU:
     """Runs the CUDA code inside its ``with`` block on virtual cards, and measures its memory.
 
@@ -80,7 +82,8 @@ class VirtualGPU:
     (184828928, None)
 
     Models must be built inside the block. On leaving, every patch of Python is undone; tensors made inside hold no
-    values and should not be used further.
+    values and should not be used further. Where files are protected in this process already, as in the child of
+    ``vramfit run``, that protection holds.
 
     Args:
         gpu: a card's name, a size (``"24GiB"``), a path to a TOML file, or a `GpuSpec`; or `RunOptions` with all of the
@@ -93,9 +96,7 @@ class VirtualGPU:
         ranks_per_node: ranks, and cards, of one node (at most 8).
         mailbox: a folder through which ranks that run side by side, each in a process of its own, hand one another
             Python objects (stages of a pipeline do); None where this rank runs alone.
-        options: those of `RunOptions` for a block: ``gpus``, ``alloc_conf``, ``assume``, ``profile``, ``cudnn``,
-            ``clock``, ``writes``, ``writes_through``. Where files are protected in this process already, as in the
-            child of ``vramfit run``, that protection holds.
+        options: those of `RunOptions` for a block.
 
     Raises:
         UnknownGpuError: no such card.
@@ -118,6 +119,11 @@ class VirtualGPU:
         **options: Unpack[BlockKeywords],
     ) -> None:
         if isinstance(gpu, RunOptions):
+            if options or gpu.gpu is None:
+                raise UsageError(
+                    "options of a run name the card and all else",
+                    "Pass them with a card, and no other option",
+                )
             chosen = gpu
         else:
             chosen = read_options(KEYWORDS, {"gpu": find_gpu(gpu), **options}, without=NOT_OF_A_BLOCK)

@@ -61,7 +61,7 @@ class TaskResult:
         key: the task's.
         ending: how it ended.
         value: what the function returned; None unless it is done or kept.
-        failure: why there is none, in a line; empty where there is one.
+        failure: why the function did not return, in a line; empty if it did.
         error: the exception that the function raised; None where it raised none, or one that cannot be passed on.
         seconds: of wall time.
     """
