@@ -60,6 +60,11 @@ class OptimizerRounds:
         """Wait for an optimizer from now on."""
         self._optimizers.add(optimizer)
 
+    def leave(self, optimizer: torch.optim.Optimizer) -> None:
+        """Wait no more for an optimizer, in whose place another steps."""
+        self._optimizers.discard(optimizer)
+        self._round.pop(optimizer, None)
+
     def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self.on_step(self._ends_round(optimizer))
 

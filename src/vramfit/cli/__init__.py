@@ -27,7 +27,7 @@ from vramfit.cli.printing import (
     print_bug,
     print_error,
 )
-from vramfit.cli.program import ProgramCommand, TargetCommand, Verb, Verbs
+from vramfit.cli.program import PlannedCommand, ProgramCommand, TargetCommand, Verb, Verbs
 from vramfit.cli.replay import replay_command
 from vramfit.cli.run import run_command
 from vramfit.cli.stress import stress_command
@@ -69,7 +69,7 @@ _COMMANDS = (
     (together_command, Verb, _PROGRAMS, 'together train.py "other.py --epochs 1" --gpu "RTX 4090"'),
     (watch_command, TargetCommand, _PROGRAMS, "watch -- python train.py --epochs 3"),
     (stress_command, Verb, _PROGRAMS, 'stress --gpu "RTX 4090" workloads.py:gpt2'),
-    (plan_command, Verb, _PLANS, 'plan workloads.py:gpt2 --gpu "RTX 4090" -o plan.toml'),
+    (plan_command, PlannedCommand, _PLANS, 'plan --gpu "RTX 4090" -o plan.toml train.py'),
     (fit_command, Verb, _PLANS, 'fit workloads.py:gpt2 --gpu "RTX 4090"'),
     (verify_command, Verb, _PLANS, "verify plan.toml"),
     (explain_command, Verb, _RECORDINGS, "explain run.vft"),

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from vramfit.planner.planner_job import MemoryBudget
 
 
+WITH_PLAN = "A plan"
 WRITTEN = "What is written"
 COMPARED = "A real run to compare with"
 """Panels of options in the help of verbs with many."""
@@ -120,6 +121,18 @@ Page = Annotated[
 ]
 WorkloadName = Annotated[
     str, typer.Argument(metavar="FILE.py:WORKLOAD", help="The file and the Workload in it.")
+]
+WorkloadOrScript = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="SCRIPT | FILE.py:WORKLOAD",
+        help="The program, or a file and the Workload in it.",
+        show_default=False,
+    ),
+]
+ScriptArguments = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="ARGS", help="The program's own: all that follows it.", show_default=False),
 ]
 Gpu = Annotated[
     str | None,

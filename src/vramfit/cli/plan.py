@@ -9,6 +9,7 @@ import typer
 
 from vramfit.cli import options
 from vramfit.cli.printing import check_outputs, print_result, showing, wide_console
+from vramfit.cli.program import planned_program
 from vramfit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -21,7 +22,9 @@ INTERRUPTED_CODE = 130
 
 
 def plan_command(
-    workload: options.WorkloadName,
+    workload: options.WorkloadOrScript = None,
+    arguments: options.ScriptArguments = None,
+    module: options.Module = None,
     gpu: options.Gpu = None,
     device: options.DeviceName = None,
     budget: options.Budget = None,
@@ -77,37 +80,41 @@ def plan_command(
     ] = None,
     json: options.JsonFile = None,
 ) -> None:
-    """Find the cheapest set of changes with which a workload trains within a budget.
+    """Find the cheapest set of changes with which a program, or a workload, trains within a budget.
+
+    The program is given as to vramfit run, and needs no edit: vramfit run --plan PLAN.toml runs it with the plan.
 
     Every candidate is applied and run on the virtual GPU: the plan's peak is that of a run. The exit code is 3 if
     nothing fits; what came closest is shown then. Ctrl-C ends the search with the best plan so far, which is written
     all the same; the exit code is 130 then.
     """
     _check(output, json, frontier, numerics)
+    program = planned_program(workload, arguments, module, gpu=gpu)
+    if program:
+        _check_for_program(size, device, objective)
     if objective == "price":
         room = _room_for_price(gpu or device or budget or margin, host_budget, alloc_conf)
     else:
         room = options.room_of(gpu, device, budget, margin, host_budget, alloc_conf)
     with showing() as progress:
         from vramfit.planner.planner_job import PlanOptions
-        from vramfit.planner.planner_run import plan_in_child
+        from vramfit.planner.planner_run import plan_in_child, plan_program
 
-        planned = plan_in_child(
-            workload,
-            room,
-            PlanOptions(
-                sizes=options.sizes_of(size or []),
-                numerics=numerics,
-                objective=objective,
-                allow=allow,
-                forbid=forbid or [],
-                frontier=frontier is not None,
-                time_limit=time_limit,
-                search_seconds=search_seconds,
-            ),
-            fresh=fresh,
-            progress=progress,
+        asked = PlanOptions(
+            sizes=options.sizes_of(size or []),
+            numerics=numerics,
+            objective=objective,
+            allow=allow,
+            forbid=forbid or [],
+            frontier=frontier is not None,
+            time_limit=time_limit,
+            search_seconds=search_seconds,
         )
+        if program:
+            planned = plan_program(program, room, asked, progress=progress)
+        else:
+            assert workload is not None
+            planned = plan_in_child(workload, room, asked, fresh=fresh, progress=progress)
     _tell(planned, output, json, frontier)
     if planned.failure is not None:
         raise planned.failure
@@ -115,6 +122,25 @@ def plan_command(
 
     if planned.plan.solved.stopped == INTERRUPTED:
         raise typer.Exit(INTERRUPTED_CODE)
+
+
+def _check_for_program(size: list[str] | None, device: str | None, objective: str) -> None:
+    """Refuse what only a workload has.
+
+    Raises:
+        UsageError: sizes, the CPU, or an objective that varies a size or the card.
+    """
+    if size:
+        raise UsageError(
+            "--size is for a workload", "Give the program its own arguments: train.py --batch-size 8"
+        )
+    if device is not None:
+        raise UsageError("--device is for a workload", "Choose a virtual card: --gpu NAME")
+    if objective not in ("throughput", "memory"):
+        raise UsageError(
+            f"--objective {objective} is for a workload",
+            "Take throughput or memory; vramfit fit finds the largest batch of a program",
+        )
 
 
 def _room_for_price(given: str | None, host_budget: str | None, alloc_conf: str | None) -> MemoryBudget:

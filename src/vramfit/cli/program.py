@@ -137,6 +137,32 @@ class ProgramCommand(Verb):
         return names
 
 
+class PlannedCommand(ProgramCommand):
+    """A command about a program, whose arguments are its own, or about a workload, which options may follow."""
+
+    allow_interspersed_args = True
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """End our own options at a program; those after a workload's name are ours."""
+        with_value = self._options_with_value()
+        found = end_options_at_module(args, with_value)
+        place = first_argument(args, with_value) if found == args else None
+        if place is not None and not names_workload(args[place]):
+            found = [*args[:place], "--", *args[place:]]
+        return super(ProgramCommand, self).parse_args(ctx, found)
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Write the usage as it is meant."""
+        del ctx
+        return ["[OPTIONS]", "(SCRIPT | -m MODULE | FILE.py:WORKLOAD)", "[ARGS]..."]
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> Any:
+        """Nothing of ours behind a program."""
+        if ctx.params.get("workload") and not names_workload(ctx.params["workload"]):
+            return []
+        return super(ProgramCommand, self).shell_complete(ctx, incomplete)
+
+
 class TargetCommand(Verb):
     """A command whose options end at the process or the command that it is about."""
 
@@ -179,6 +205,25 @@ def end_options_at_module(arguments: list[str], with_value: set[str]) -> list[st
     return arguments
 
 
+def names_workload(text: str) -> bool:
+    """Whether an argument has the form ``FILE.py:NAME``."""
+    file, _, name = text.rpartition(":")
+    return bool(file) and name.isidentifier()
+
+
+def first_argument(arguments: list[str], with_value: set[str]) -> int | None:
+    """Where the first argument that is no option of ours stands; None where there is none, or ``--`` comes first."""
+    position = 0
+    while position < len(arguments):
+        argument = arguments[position]
+        if argument == "--":
+            return None
+        if not argument.startswith("-") or argument == "-":
+            return position
+        position += 2 if argument in with_value else 1
+    return None
+
+
 def program_command(module: str | None, program: list[str]) -> list[str]:
     """What python would be given: the script and its arguments, or ``-m``, the module and its arguments.
 
@@ -198,6 +243,39 @@ def program_command(module: str | None, program: list[str]) -> list[str]:
         )
     _check_script(Path(program[0]))
     return program
+
+
+def planned_program(
+    target: str | None, arguments: list[str] | None, module: str | None, *, gpu: str | None
+) -> list[str]:
+    """The command line of the program that a verb is about; empty where it is a workload.
+
+    Args:
+        gpu: the card that was chosen, for a hint where none was.
+
+    Raises:
+        UsageError: there is neither, or both.
+    """
+    if module is None and target is not None and names_workload(target):
+        if arguments:
+            raise UsageError(
+                f"{arguments[0]} stands behind a workload, which has no arguments", "Leave it out"
+            )
+        return []
+    words = [] if target is None else [target, *(arguments or [])]
+    if module is None and not words:
+        raise UsageError(
+            "there is no program and no workload",
+            'Write it last: vramfit plan --gpu "RTX 4090" train.py',
+        )
+    command = program_command(module, words)
+    if gpu is None and any(word == "--gpu" or word.startswith("--gpu=") for word in command[1:]):
+        raise UsageError(
+            "--gpu stands behind the program, and is the program's own there",
+            f'Write it first: vramfit plan --gpu "RTX 4090" {command[0]}',
+        )
+    check_source(command)
+    return command
 
 
 def _check_script(script: Path) -> None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from vramfit.analysis import Reconciliation
     from vramfit.analysis.rank_memory import WorldMemory
     from vramfit.options.run_options import RunOptions
+    from vramfit.planner.planned_program import PlannedProgram
     from vramfit.virtual.virtual_run import VirtualSettings
     from vramfit.virtual.worlds.launchers import Launched
     from vramfit.virtual.worlds.rank_choice import RankChoice
@@ -147,8 +148,10 @@ def only_rank(options: WorldOptions) -> int:
     return first[0]
 
 
-def run_ranks(options: WorldOptions, run: RunOptions, json: Path | None = None) -> WorldMemory:
-    """Run the chosen ranks, and put them side by side.
+def run_ranks(
+    options: WorldOptions, run: RunOptions, json: Path | None = None, planned: PlannedProgram | None = None
+) -> WorldMemory:
+    """Run the chosen ranks, each with a plan if there is one, and put them side by side.
 
     Raises:
         UsageError: on real cards.
@@ -161,6 +164,7 @@ def run_ranks(options: WorldOptions, run: RunOptions, json: Path | None = None) 
     if run.gpu is None:
         raise UsageError("several ranks are run on virtual GPUs only", "Choose their card with --gpu NAME")
     run = replace(run, environ={**(run.environ or {}), **options.launched.environ})
+    settings = settings_of()
     try:
         with apart_from_json(json):
             found = run_world(
@@ -169,10 +173,12 @@ def run_ranks(options: WorldOptions, run: RunOptions, json: Path | None = None) 
                 options.world,
                 options.choice,
                 progress=lambda text: typer.echo(f"vramfit: {text}", err=True),
-                settings=settings_of(),
+                settings=settings if planned is None else replace(settings, hooks=(planned.hook,)),
             )
     except KeyboardInterrupt:
         raise interrupted("before all ranks had run") from None
+    if planned is not None:
+        found = replace(found, runs={rank: planned.told(one) for rank, one in found.runs.items()})
     return memory_of(found, options.launcher)
 
 

@@ -32,7 +32,9 @@ from vramfit.options.run_options import RunOptions
 if TYPE_CHECKING:
     from vramfit.analysis import Reconciliation, Verdict
     from vramfit.cli.where import Reference
+    from vramfit.planner.planned_program import PlannedProgram
     from vramfit.trace import Run
+    from vramfit.virtual.virtual_run import VirtualSettings
 
 DOES_NOT_FIT = 3
 DIFFERS = 3
@@ -70,6 +72,14 @@ def run_command(
         ),
     ] = None,
     report: options.Page = None,
+    plan: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PLAN.toml",
+            help="Run it with a plan's techniques, attached without an edit of the program.",
+            rich_help_panel=options.WITH_PLAN,
+        ),
+    ] = None,
     against: Annotated[
         list[Path] | None,
         typer.Option(
@@ -112,16 +122,21 @@ def run_command(
     outputs = _Outputs(json=json, trace=trace, snapshot=snapshot, report=report)
     outputs.check()
     reference = read_reference(against or [], against_device, tolerance)
+    planned = None if plan is None else _planned(plan)
+    if planned is not None:
+        run = planned.options(run)
     if isinstance(command, WorldOptions):
-        _run_ranks(command, run, reference, outputs)
+        _run_ranks(command, run, reference, outputs, planned)
     check_source(command)
 
     journal = outputs.journal
     try:
         with apart_from_json(json):
-            found_run = run_program(command, run, settings_of(journal))
+            found_run = run_program(command, run, _with_hook(settings_of(journal), planned))
     except KeyboardInterrupt:
         raise interrupted() from None
+    if planned is not None:
+        found_run = planned.told(found_run)
     found, misfit = compare(reference, found_run)
     verdict = _tell(found_run, found, outputs)
     if journal is not None:
@@ -131,11 +146,22 @@ def run_command(
     raise typer.Exit(exit_code(found_run, verdict, found))
 
 
+def _planned(file: Path) -> PlannedProgram:
+    from vramfit.planner.planned_program import PlannedProgram
+
+    return PlannedProgram.load(file)
+
+
+def _with_hook(settings: VirtualSettings, planned: PlannedProgram | None) -> VirtualSettings:
+    return settings if planned is None else replace(settings, hooks=(*settings.hooks, planned.hook))
+
+
 def _run_ranks(
     world: WorldOptions,
     options: RunOptions,
     reference: Reference | None,
     outputs: _Outputs,
+    planned: PlannedProgram | None,
 ) -> NoReturn:
     """Run ranks of a distributed program, tell of them, and end; files but the page are of the worst of them.
 
@@ -143,7 +169,7 @@ def _run_ranks(
         UsageError: a recording is to be compared, and it is not said of which rank it is, or it has no device of it.
     """
     recorded = None if reference is None else only_rank(world)
-    found = run_ranks(world, options, outputs.json)
+    found = run_ranks(world, options, outputs.json, planned)
     against, misfit = None, None
     if recorded is not None:
         compared, misfit = compare(reference, found.rank(recorded).run)

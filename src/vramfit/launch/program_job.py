@@ -7,7 +7,10 @@ import json
 import typing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
+from vramfit.errors import VramfitError
+from vramfit.launch.child_hooks import ChildHook
 from vramfit.launch.job import Job, write_text
 from vramfit.options.run_options import RunOptions
 from vramfit.plain import from_plain, to_plain
@@ -30,10 +33,12 @@ class ChildSettings:
         journal: where the trace is written while it happens, in case this process is killed too; None keeps it in a
             temporary folder.
         ends_line: whether the program's output must end with a line, since a report follows on the same output.
+        hooks: what the child calls before the program runs.
     """
 
     journal: Path | None = None
     ends_line: bool = False
+    hooks: tuple[ChildHook, ...] = ()
 
 
 PLAIN = ChildSettings()
@@ -49,17 +54,28 @@ class ProgramJob(Job):
         options: how it is run, as the user chose.
         journal: where the trace is written while it happens; None for a file in the folder.
         ends_line: whether the program's output must end with a line.
+        hooks: what the child calls before the program runs.
     """
 
     command: list[str]
     options: RunOptions
     journal: str | None = None
     ends_line: bool = False
+    hooks: tuple[ChildHook, ...] = ()
 
     @property
     def journal_file(self) -> Path:
         """Where the trace is written while it happens."""
         return Path(self.folder) / "run.journal" if self.journal is None else Path(self.journal)
+
+    def refuse(self, error: VramfitError) -> NoReturn:
+        """End the program, which is running, with an error of vramfit's.
+
+        Raises:
+            SystemExit: always.
+        """
+        self.fail(error)
+        raise SystemExit(error.exit_code)
 
     def save(self, run: Run, *, exit_code: int) -> None:
         """Leave a run's trace and facts for the parent."""

@@ -107,10 +107,7 @@ def run_program(command: list[str], stopping: Stopping) -> tuple[int, BaseExcept
     A ``SystemExit`` is one only where it has a message.
     """
     try:
-        if command[0] == "-m":
-            _run_module(command[1], command[2:])
-        else:
-            _run_script(command[0], command[1:])
+        become(command)
     except SystemExit as stop:
         return _exit_code(stop), stop if _says_why(stop) else None
     except KeyboardInterrupt as error:
@@ -123,6 +120,18 @@ def run_program(command: list[str], stopping: Stopping) -> tuple[int, BaseExcept
     finally:
         stopping.over()
     return 0, None
+
+
+def become(command: list[str]) -> None:
+    """Run a script or a module in this process as ``__main__``, whatever it raises.
+
+    Args:
+        command: as python would be given: the script and its arguments, or ``-m``, a module and its arguments.
+    """
+    if command[0] == "-m":
+        _run_module(command[1], command[2:])
+    else:
+        _run_script(command[0], command[1:])
 
 
 def _run_script(script: str, arguments: list[str]) -> None:

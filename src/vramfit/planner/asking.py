@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -123,17 +123,24 @@ def answered(
 
 
 def job_of(
-    question: PlannerQuestion[Any], target: str, memory: DeviceMemory, *, fresh: bool = False
+    question: PlannerQuestion[Any],
+    target: str,
+    memory: DeviceMemory,
+    *,
+    fresh: bool = False,
+    program: Sequence[str] = (),
 ) -> PlannerJob:
     """The job that carries a question of plain values.
 
     Args:
+        program: the command line of the program that it is about, in place of a workload.
         fresh: whether what earlier searches saw is left aside.
     """
     return PlannerJob(
         question=name_of(question),
         values=to_plain(question),
         target=target,
+        program=tuple(program),
         memory=memory,
         fresh=fresh,
         asked_at=time.time(),
@@ -171,7 +178,8 @@ def run_job(
         VramfitError: the child died, or had no answer in time.
         KeyboardInterrupt: it was interrupted.
     """
-    split_target(job.target)
+    if not job.program:
+        split_target(job.target)
     with tempfile.TemporaryDirectory(prefix="vramfit-") as name:
         folder, device = Path(name), job.memory.device
         replace(job, folder=name).write()
@@ -207,7 +215,7 @@ def run_job(
 
 def _keeping(folder: Path, job: PlannerJob) -> AbstractContextManager[None]:
     """What lays earlier searches into a job's folder, for a question that keeps them."""
-    if job.memory.device == "cuda" and question_type(job.question).keeps_searches:
+    if not job.program and job.memory.device == "cuda" and question_type(job.question).keeps_searches:
         return earlier_searches(folder, job)
     return nullcontext()
 

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -74,7 +74,7 @@ _PART, _MOST = 1 / 16, 1 << 29
 """The share of the machine's memory that a model's values may take, and the most bytes: a training holds five to nine
 times as much, with the gradients of the other beside it."""
 
-_COMPILING = frozenset({"compile", "low-bit-optimizer"})
+COMPILING = frozenset({"compile", "low-bit-optimizer"})
 """Techniques that compile code of their own for the CPU, which takes minutes and is not the card's."""
 
 
@@ -93,6 +93,15 @@ class Compared:
     by: str = ""
 
 
+@runtime_checkable
+class ComparesItself(Protocol):
+    """A workload whose parts nobody can run apart, such as a program."""
+
+    def check_promises(self, plan: Plan, clock: SearchClock) -> Compared:
+        """Hold a plan's techniques to their promises."""
+        ...
+
+
 def check_promises(workload: Workload, plan: Plan, clock: SearchClock | None = None) -> Compared:
     """Compare a plan's gradients with the plain program's on this machine's CPU.
 
@@ -101,8 +110,10 @@ def check_promises(workload: Workload, plan: Plan, clock: SearchClock | None = N
         clock: of the search, whose limit the comparison keeps to.
     """
     clock = clock or SearchClock()
-    choices = tuple(choice for choice in plan.choices if choice.name not in _COMPILING)
-    skipped = " and ".join(choice.name for choice in plan.choices if choice.name in _COMPILING)
+    if isinstance(workload, ComparesItself):
+        return workload.check_promises(plan, clock)
+    choices = tuple(choice for choice in plan.choices if choice.name not in COMPILING)
+    skipped = " and ".join(choice.name for choice in plan.choices if choice.name in COMPILING)
     left = (
         f"{skipped} was not compared: it compiles for the CPU; vramfit verify compares it." if skipped else ""
     )

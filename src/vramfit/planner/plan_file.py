@@ -127,7 +127,11 @@ class PlanTarget:
         numerics: how far results may differ.
         objective: ``throughput``, ``memory``, or a size that was made as large as possible.
         sizes: of the batch.
-        target: the workload, as ``FILE.py:NAME``; empty where it came from Python.
+        target: the workload, as ``FILE.py:NAME``; empty where it came from Python, or from a program.
+        program: the command line of the program, where it was planned for one.
+        model: the class of the model of that program which the techniques are for; empty for a workload.
+        model_parameters: its elements.
+        trained_parameters: of them, those that an optimizer has.
         torch: its version.
     """
 
@@ -139,6 +143,10 @@ class PlanTarget:
     objective: str = "throughput"
     sizes: Mapping[str, int] = field(default_factory=dict)
     target: str = ""
+    program: tuple[str, ...] = ()
+    model: str = ""
+    model_parameters: int = 0
+    trained_parameters: int = 0
     torch: str = ""
 
 

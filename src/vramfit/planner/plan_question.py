@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import ClassVar
 
@@ -36,9 +36,11 @@ class PlanQuestion(PlannerQuestion[PlanFound]):
         from vramfit.planner.cheapest_card import cheapest_plan
         from vramfit.planner.devices.device_opening import virtual_card
         from vramfit.planner.gradient_check import promised_plan
+        from vramfit.planner.scripts.script_workload import ScriptWorkload, aim_of
 
         request = plan_request(asked.workload, self.options, asked.memory, asked.target)
-        check_workload(asked.workload, request.sizes, asked.progress)
+        if not isinstance(asked.workload, ScriptWorkload):
+            check_workload(asked.workload, request.sizes, asked.progress)
         spent = max(0.0, time.time() - asked.asked_at) if asked.asked_at else 0.0
         clock = SearchClock(limit=request.search_seconds, spent=spent)
         kept = asked.evidence
@@ -50,4 +52,6 @@ class PlanQuestion(PlannerQuestion[PlanFound]):
             else:
                 search, found = promised_plan(asked.device, request, asked.progress, clock, cache)
         frontier = tuple(search.frontier()) if self.options.frontier else ()
+        if isinstance(asked.workload, ScriptWorkload):
+            found = replace(found, aim=aim_of(asked.workload, found.aim))
         return PlanFound(plan=plan_to_toml(found), frontier=frontier)

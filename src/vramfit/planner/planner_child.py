@@ -24,6 +24,7 @@ from vramfit.files.protection import stand
 from vramfit.launch.interrupts import note_interrupts
 from vramfit.launch.job import job_file, tell
 from vramfit.launch.running import leave_after
+from vramfit.planner.devices.cost import DeviceBackend
 from vramfit.planner.devices.device_opening import opened
 from vramfit.planner.planner_job import Answer, PlannerJob
 from vramfit.planner.planner_questions import QuestionContext, question_of, question_type
@@ -31,6 +32,7 @@ from vramfit.planner.resident_child import DONE, LOOK, OVER, READY
 from vramfit.planner.search_evidence import Evidence
 from vramfit.planner.workload_check import failure_of_task
 from vramfit.torch_internals.pytree import LOGGER as pytree_logger
+from vramfit.workload import Workload
 
 _INTERRUPTED = 130
 _REAL = ("cpu", "card")
@@ -58,7 +60,7 @@ def main(name: str) -> int:
     except KeyboardInterrupt:
         return _INTERRUPTED
     except Exception as error:
-        failure_of_task(error, job.target).write(folder)
+        failure_of_task(error, job.target or " ".join(job.program)).write(folder)
     return 0
 
 
@@ -72,12 +74,20 @@ def _work(job: PlannerJob, folder: Path, progress: Callable[[str], None]) -> Non
         _protect_files(folder)
     # Asked before the virtual card is there. Wakes no card up.
     card_here = memory.device == "cuda" and torch.cuda.is_available()
-    if kind is not None and kind.keeps_searches and memory.device == "cuda":
+    if kind is not None and kind.keeps_searches and memory.device == "cuda" and not job.program:
         evidence = Evidence(job, folder)
         evidence.watch()
-    device, load = opened(memory)
+    device: DeviceBackend
+    workload: Workload
+    if job.program:
+        from vramfit.planner.scripts.script_opening import opened_program
+
+        device, workload = opened_program(memory, job.program, progress)
+    else:
+        device, load = opened(memory)
+        workload = load(job.target)
     asked = QuestionContext(
-        workload=load(job.target),
+        workload=workload,
         device=device,
         memory=memory,
         progress=progress,

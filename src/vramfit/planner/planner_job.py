@@ -147,6 +147,7 @@ class PlannerJob(Job):
         question: its name; empty lets the child stay for several, each a job in a folder of its own below.
         values: the question as plain values; None where it is packed with the model.
         target: the workload that it is about, as ``FILE.py:NAME``.
+        program: the command line of the program that it is about, in place of a workload; empty for none.
         memory: where its steps are run, and what they may take.
         fresh: whether what earlier searches saw is left aside.
         asked_at: seconds of the system's clock when it was asked, from which on its time counts; 0 where that does not
@@ -157,6 +158,7 @@ class PlannerJob(Job):
     question: str = ""
     values: dict[str, Any] | None = None
     target: str = ""
+    program: tuple[str, ...] = ()
     memory: DeviceMemory
     fresh: bool = False
     asked_at: float = 0.0

@@ -99,6 +99,54 @@ def plan_in_child(
     return Planned(plan=plan_from_toml(found.plan, Plan), frontier=found.frontier)
 
 
+_CONFIRMING = 3
+"""How often a plan for a program is made anew where a run in a process of its own takes more than was planned."""
+
+
+def plan_program(
+    program: Sequence[str],
+    memory: MemoryBudget,
+    options: PlanOptions,
+    *,
+    progress: Progress | None = None,
+) -> Planned:
+    """Find a plan for a program as it is, and confirm it by a run of the program in a process of its own.
+
+    Args:
+        program: what python is given: the script and its arguments, or ``-m``, a module and its arguments.
+
+    Raises:
+        KeyboardInterrupt: it was interrupted before there was a plan.
+        UsageError: the program trains no model that techniques can be attached to, or takes too few steps.
+        VramfitError: the program itself fails.
+    """
+    from vramfit.planner.plan_file import plan_from_toml
+    from vramfit.planner.plan_question import PlanQuestion
+    from vramfit.planner.plans import Plan
+    from vramfit.planner.scripts.script_confirmation import confirmed
+
+    question = PlanQuestion(options=options)
+    excess = 0
+    for _ in range(_CONFIRMING):
+        settled = memory.settled()
+        space = replace(settled, margin=settled.margin + excess)
+        answer = run_job(job_of(question, "", space, program=program), question.result_type(), progress)
+        if isinstance(answer, Failure):
+            if "plan" not in answer.found:
+                raise answer.error()
+            return Planned(plan=plan_from_toml(answer.found["plan"], Plan), failure=answer.error())
+        plan = plan_from_toml(answer.found.plan, Plan)
+        plan = replace(plan, aim=replace(plan.aim, margin_bytes=settled.margin))
+        if progress is not None:
+            progress("the program with its plan, in a process of its own")
+        plan, missing = confirmed(plan, settled)
+        if not missing:
+            return Planned(plan=plan, frontier=answer.found.frontier)
+        excess += missing
+    why = "the program with its plan needs more in a process of its own than in the search"
+    return Planned(plan=plan, failure=VramfitError(why, "Plan with a larger --margin"))
+
+
 def fit_in_child(
     target: str,
     memory: MemoryBudget,

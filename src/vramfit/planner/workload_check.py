@@ -125,7 +125,7 @@ def workload_failure(error: Exception, target: str) -> Failure:
     )
 
 
-def brief(error: Exception) -> str:
+def brief(error: BaseException) -> str:
     """Why a workload failed, in one line that is not too long."""
     return _short(failure_line(error))
 

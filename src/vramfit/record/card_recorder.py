@@ -25,6 +25,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from vramfit.capture.attribution import ModuleStack, PhaseTracker, ProgramPhase, StackInterner
+from vramfit.capture.observing.program_observer import ProgramObserver, observe_program
 from vramfit.capture.step_counter import StepCounter
 from vramfit.capture.storages import LifetimePeaks
 from vramfit.errors import EnvironmentUnfitError, WriteError
@@ -204,6 +205,10 @@ class CardRecorder(Recorder):
         counter = StepCounter(self._modules, self._phase, CardDemand(), stopping)
         counter.install(patches)
         return counter
+
+    def observe(self, patches: PatchStack) -> ProgramObserver:
+        """Observe what the program trains."""
+        return observe_program(self._modules, self._phase, patches)
 
     def pinned_bytes(self) -> int:
         """Page-locked bytes that torch holds of the host; 0 where this torch does not report it."""

@@ -18,6 +18,7 @@ from vramfit.capture import communication_buffers, gathered_parameters
 from vramfit.capture.attribution import ProgramPhase
 from vramfit.capture.kept_memory import KeptWatch, watch_kept
 from vramfit.capture.meter_figures import MeterFigures
+from vramfit.capture.observing.program_observer import ProgramObserver, observe_program
 from vramfit.capture.step_counter import StepCounter, count_steps
 from vramfit.errors import EnvironmentUnfitError, UsageError
 from vramfit.gpus import GpuKind, GpuSpec, find_gpu
@@ -200,6 +201,10 @@ class CpuRecorder(Recorder):
     def watch_kept(self, patches: PatchStack) -> KeptWatch:
         """Watch for memory that the program holds beyond its use."""
         return watch_kept(self.meter, patches)
+
+    def observe(self, patches: PatchStack) -> ProgramObserver:
+        """Observe what the program trains."""
+        return observe_program(self.meter.modules, self.meter.phases, patches)
 
     def mark(self, tag: str) -> None:
         """Put a named point in time into the trace."""

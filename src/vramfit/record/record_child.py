@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vramfit.errors import UsageError, VramfitError
+from vramfit.launch.child_hooks import HookedProgram, install_hooks, with_hooks
 from vramfit.launch.host_meter import HostMemoryMeter
 from vramfit.launch.interrupts import leave_at_interrupt, note_interrupts
 from vramfit.launch.job import Stage
@@ -68,7 +69,7 @@ def main(job_file: str) -> int:
             run = replace(run, warnings=(*run.warnings, told))
         if host is not None:
             run = replace(run, host=host.stop())
-        job.save(stopping.told(run), exit_code=code)
+        job.save(with_hooks(stopping.told(run), observer, left), exit_code=code)
         job.enter(Stage.DONE)
         if job.ends_line:
             line_ends.end()
@@ -83,6 +84,8 @@ def main(job_file: str) -> int:
         watch_processes(count_processes, patches)
         steps = recorder.count_steps(stopping, patches)
         kept = recorder.watch_kept(patches)
+        observer = recorder.observe(patches)
+        left = install_hooks(job.hooks, HookedProgram(observer=observer, patches=patches, refuse=job.refuse))
         stopping.install(save, patches)
         report_as_asked(recorder.watched_figures())
         return run_to_end(job.command, finish, patches, stopping)

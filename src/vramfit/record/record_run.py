@@ -35,6 +35,7 @@ def record_in_child(command: Sequence[str], options: RunOptions, settings: Child
             options=options,
             journal=None if settings.journal is None else os.path.abspath(settings.journal),
             ends_line=settings.ends_line,
+            hooks=tuple(settings.hooks),
         )
         conf = options.alloc_conf
         settings_of_torch = {} if conf is None else dict.fromkeys(_SETTINGS, conf)

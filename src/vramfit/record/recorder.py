@@ -22,6 +22,7 @@ from torch.nn.modules.module import (
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from vramfit.capture.kept_memory import KeptWatch
+from vramfit.capture.observing.program_observer import ProgramObserver
 from vramfit.capture.step_counter import StepCounter
 from vramfit.errors import UsageError
 from vramfit.failure_line import failure_line
@@ -140,6 +141,10 @@ class Recorder(ABC):
         """Watch for memory held beyond its use until `patches` are undone; None where storages are not followed."""
         del patches
         return None
+
+    @abstractmethod
+    def observe(self, patches: PatchStack) -> ProgramObserver:
+        """Observe what the program trains until `patches` are undone."""
 
     @abstractmethod
     def mark(self, tag: str) -> None:

@@ -58,6 +58,8 @@ def _json_values(run: Run, verdict: Verdict, against: Reconciliation | None = No
         "outcome": verdict.outcome.name.lower(),
         "end": run.progress.end.value,
         "steps": _steps(run.progress),
+        "trains": None if run.observed is None or not run.observed.trains else to_plain(run.observed),
+        "plan": None if run.plan is None else to_plain(run.plan),
         "assume": run.assume,
         "profile": _profile(run),
         "cudnn": _cudnn(run),

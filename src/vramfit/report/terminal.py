@@ -19,6 +19,7 @@ from vramfit.analysis import (
 from vramfit.report.growth_words import growth_words
 from vramfit.report.held_words import held_lines
 from vramfit.report.need_words import bar_words, need_words
+from vramfit.report.program_words import plan_words, program_words
 from vramfit.report.rendering import printed_as_page
 from vramfit.report.sections import SIZE, Sections
 from vramfit.report.text import (
@@ -64,6 +65,7 @@ class _RunReport(Sections):
             yield from self.unused(run, verdict)
             return
         yield from self.headline(run, verdict)
+        yield from self.program(run, verdict)
         yield from self.hints(run, verdict)
         if verdict.device.index != NO_CARD:
             yield from self.card(run, verdict)
@@ -72,6 +74,16 @@ class _RunReport(Sections):
         yield from self.files(run)
         yield Text()
         yield self.footer(run)
+
+    def program(self, run: Run, verdict: Verdict) -> Iterator[Text]:
+        """What the program trains, what cannot be told of it, and the plan that it was run with."""
+        if run.observed is not None:
+            if words := program_words(run.observed):
+                yield from self.wrapped(Text(f"  It {words}."))
+            for unclear in run.observed.unclear:
+                yield from self.wrapped(Text(f"  {unclear[0].upper()}{unclear[1:]}.", style="yellow"))
+        if run.plan is not None:
+            yield from self.wrapped(Text(f"  {plan_words(run.plan, verdict)}"))
 
     def hints(self, run: Run, verdict: Verdict) -> Iterator[Text]:
         """What is worth a line of its own."""

@@ -22,6 +22,14 @@ foreach_utility_types: Any = _FEATURE.find("torch.utils._foreach_utils._foreach_
 unscale_foreach_: Any = _CALIBRATION.find("torch._amp_foreach_non_finite_check_and_unscale_")
 
 
+def note_step(optimizer: torch.optim.Optimizer) -> None:
+    """Note on an optimizer that it has stepped, as a learning-rate schedule wants to know.
+
+    The schedule puts ``_opt_called`` on it, and warns where it is not there (torch/optim/lr_scheduler.py).
+    """
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
 def make_states(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
     """Let one of torch's optimizers make the states that a group's parameters lack, as its step does first.
 

@@ -6,10 +6,13 @@ import platform
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import pairwise
+from typing import Any
 
 from vramfit.masking import mask_arguments, mask_text
+from vramfit.trace.applied_plan import AppliedPlan
 from vramfit.trace.estimates import Estimate
 from vramfit.trace.model import Frame, MemoryTrace
+from vramfit.trace.observed_program import ObservedProgram
 from vramfit.units import format_bytes
 
 # -- How far a program came: what ended it, its steps, and for how many its memory was steady ----------------
@@ -483,6 +486,9 @@ class Run:
         host: the host's memory, step by step; None where it was not measured.
         again: what came of running it again without the card's limit; None where nobody tried.
         attention_fallbacks: calls of attention that the math kernel served, each place and shape once.
+        observed: what the program trains; None where nobody looked.
+        plan: the plan that it was run with; None without one.
+        left: what hooks of the child left, by their names; see `vramfit.launch.child_hooks`.
     """
 
     trace: MemoryTrace
@@ -508,6 +514,9 @@ class Run:
     host: HostMemory | None = None
     again: SecondRun | None = None
     attention_fallbacks: tuple[AttentionFallback, ...] = ()
+    observed: ObservedProgram | None = None
+    plan: AppliedPlan | None = None
+    left: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Mask secrets, which must not reach a file."""

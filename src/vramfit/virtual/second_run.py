@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from vramfit.errors import VramfitError
 from vramfit.files import Writes
+from vramfit.launch.child_hooks import ChildHook
 from vramfit.launch.offline import OFFLINE
 from vramfit.options.run_options import RunOptions
 from vramfit.trace import CardLimit, DeadMemory, Run, SecondRun
@@ -47,17 +48,23 @@ def run_again(
         return replace(first, again=SecondRun(run=None, why_not=why_not))
     oom = first.oom
     if is_notable(oom.dead, oom.total_bytes):
-        again = _run_aside(command, options, first, CardLimit.COLLECTED)
+        again = _run_aside(command, options, first, CardLimit.COLLECTED, settings.hooks)
         if (
             again.run is None
             or again.run.progress.is_cut
             or collected_bytes(again) >= notable(oom.total_bytes)
         ):
             return replace(first, again=again)
-    return replace(first, again=_run_aside(command, options, first, CardLimit.SERVED))
+    return replace(first, again=_run_aside(command, options, first, CardLimit.SERVED, settings.hooks))
 
 
-def _run_aside(command: Sequence[str], options: RunOptions, first: Run, limit: CardLimit) -> SecondRun:
+def _run_aside(
+    command: Sequence[str],
+    options: RunOptions,
+    first: Run,
+    limit: CardLimit,
+    hooks: tuple[ChildHook, ...],
+) -> SecondRun:
     """Run a program with nothing of what it does to be seen."""
     longest = max(_LEAST_SECONDS, _TIMES * first.seconds_wall)
     allowed = options.time
@@ -70,7 +77,10 @@ def _run_aside(command: Sequence[str], options: RunOptions, first: Run, limit: C
         writes_through=(),
     )
     settings = VirtualSettings(
-        limit=limit, begins_at=_living(first) if limit is CardLimit.COLLECTED else None, aside=True
+        limit=limit,
+        begins_at=_living(first) if limit is CardLimit.COLLECTED else None,
+        aside=True,
+        hooks=hooks,
     )
     try:
         return SecondRun(run=virtual_run.run_in_child(command, again, settings), limit=limit)

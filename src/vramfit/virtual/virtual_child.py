@@ -14,6 +14,7 @@ from vramfit.cudnn.asker import ask_early
 from vramfit.errors import VramfitError
 from vramfit.files import protect
 from vramfit.files.protection import stand
+from vramfit.launch.child_hooks import HookedProgram, install_hooks, with_hooks
 from vramfit.launch.host_meter import HostMemoryMeter
 from vramfit.launch.interrupts import leave_at_interrupt, note_interrupts
 from vramfit.launch.job import Stage
@@ -42,6 +43,7 @@ def main(job_file: str) -> int:
         return unfit.exit_code
     from vramfit.capture.kept_memory import watch_kept
     from vramfit.capture.meter_figures import MeterFigures
+    from vramfit.capture.observing.program_observer import observe_program
     from vramfit.capture.step_counter import count_steps
     from vramfit.virtual.gpu import VirtualGPU
     from vramfit.virtual.lazy_dynamo import forget_dynamo
@@ -73,7 +75,8 @@ def main(job_file: str) -> int:
         steps.close()
         kept.note()
         seen = None if host is None else host.stop()
-        job.save(replace(stopping.told(gpu.run), files=protection.changes(), host=seen), exit_code=code)
+        run = replace(stopping.told(gpu.run), files=protection.changes(), host=seen)
+        job.save(with_hooks(run, observer, left), exit_code=code)
         job.enter(Stage.DONE)
         if job.ends_line:
             line_ends.end()
@@ -89,6 +92,10 @@ def main(job_file: str) -> int:
         watch_processes(lambda: gpu.mode.machine.warn(*OTHER_PROCESSES, location=location()), patches)
         steps = count_steps(gpu.meter, stopping, patches)
         kept = watch_kept(gpu.meter, patches)
+        observer = observe_program(gpu.meter.modules, gpu.meter.phases, patches)
+        left = install_hooks(
+            job.hooks, HookedProgram(observer=observer, patches=patches, gpu=gpu, refuse=job.refuse)
+        )
         stopping.install(save, patches)
         report_as_asked(MeterFigures(gpu.meter, "virtual"))
         forget_dynamo(patches)

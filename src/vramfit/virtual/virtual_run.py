@@ -39,6 +39,7 @@ class VirtualSettings(ChildSettings):
         limit: what becomes of requests for which the card has no room.
         begins_at: with `CardLimit.COLLECTED`, bytes of the card that can be had before garbage is first collected.
         aside: the program gets an empty input, what it prints is dropped, and it reaches no other machine.
+        silent: the program gets an empty input, and what it prints is dropped.
     """
 
     ours: Iterable[str | os.PathLike[str]] = ()
@@ -47,6 +48,7 @@ class VirtualSettings(ChildSettings):
     limit: CardLimit = CardLimit.FAILS
     begins_at: int | None = None
     aside: bool = False
+    silent: bool = False
 
 
 PLAIN = VirtualSettings()
@@ -108,6 +110,7 @@ def run_in_child(command: Sequence[str], options: RunOptions, settings: VirtualS
             options=options,
             journal=journal,
             ends_line=settings.ends_line,
+            hooks=tuple(settings.hooks),
             place=settings.place,
             limit=settings.limit,
             begins_at=settings.begins_at,
@@ -116,7 +119,10 @@ def run_in_child(command: Sequence[str], options: RunOptions, settings: VirtualS
         )
         with attended(policy):
             run = run_job(
-                "vramfit.virtual.virtual_child", job, environ=_stand_ins(options), aside=settings.aside
+                "vramfit.virtual.virtual_child",
+                job,
+                environ=_stand_ins(options),
+                aside=settings.aside or settings.silent,
             )
             return run if run.files is not None else replace(run, files=recovered(policy))
 

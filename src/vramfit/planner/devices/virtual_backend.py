@@ -62,21 +62,21 @@ class VirtualBackend:
         Raises:
             VramfitError: the workload failed for another reason than memory.
         """
-        steps: list[_WatchedStep] = []
+        steps: list[WatchedStep] = []
 
         def work(gpu: VirtualGPU, state: State) -> None:
             for _ in range(STEPS - 1):
                 workload.run_step(state, sizes)
                 between_steps()
             while not steps or (len(steps) == 1 and steps[0].driver.retries):
-                with _watched(gpu) as step:
+                with watched_step(gpu) as step:
                     workload.run_step(state, sizes)
                     between_steps()
                 steps.append(step)
 
         run, host_bytes, failed = self._run(workload, work, budget)
         outcome = run.devices[0]
-        last = _WatchedStep() if failed else steps[-1]
+        last = WatchedStep() if failed else steps[-1]
         return StepCost(
             fits=not failed,
             peak_allocated_bytes=outcome.peak_allocated_bytes,
@@ -106,7 +106,7 @@ class VirtualBackend:
             for _ in range(STEPS - 1):
                 workload.run_step(state, sizes)
                 between_steps()
-            profiler = StepProfiler(state.model, places(state.model), _VirtualMeter(gpu))
+            profiler = StepProfiler(state.model, places(state.model), VirtualMeter(gpu))
             with profiler.watching():
                 workload.run_step(state, sizes)
             found.append((state, profiler.profile()))
@@ -127,7 +127,7 @@ class VirtualBackend:
             peak_reserved_bytes=outcome.peak_reserved_bytes,
             setup_bytes=setup[0],
             outside_bytes=outcome.context_bytes,
-            categories=_categories(run),
+            categories=categories_of(run),
             link_bytes_per_second=self.spec.host_link,
             host_peak_bytes=host_bytes,
         )
@@ -173,7 +173,7 @@ def _seconds(gpu: VirtualGPU) -> float:
 
 
 @dataclass(slots=True)
-class _WatchedStep:
+class WatchedStep:
     """What one step took.
 
     Attributes:
@@ -188,9 +188,9 @@ class _WatchedStep:
 
 
 @contextmanager
-def _watched(gpu: VirtualGPU) -> Iterator[_WatchedStep]:
+def watched_step(gpu: VirtualGPU) -> Iterator[WatchedStep]:
     """Watch the step that runs inside; what is asked for is known once it is over."""
-    machine, found = gpu._machine, _WatchedStep()
+    machine, found = gpu._machine, WatchedStep()
     allocator = machine.device().allocator
 
     def count(call: OpCall) -> None:
@@ -206,7 +206,7 @@ def _watched(gpu: VirtualGPU) -> Iterator[_WatchedStep]:
     found.driver = DriverCalls.of(allocator).since(before)
 
 
-class _VirtualMeter(PeakMeter):
+class VirtualMeter(PeakMeter):
     """Time and peaks of a virtual card."""
 
     device_type = "cuda"
@@ -228,7 +228,8 @@ class _VirtualMeter(PeakMeter):
         allocator.reset_peak_stats()
 
 
-def _categories(run: Run) -> dict[str, int]:
+def categories_of(run: Run) -> dict[str, int]:
+    """Bytes at the peak of a run, by category."""
     from vramfit.analysis import peak
 
     breakdown = peak(run.trace, 0)

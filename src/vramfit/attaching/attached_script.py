@@ -1,0 +1,163 @@
+"""Attaches techniques to an unmodified program: at the first training pass of the model that they are for.
+
+NOTE [When techniques reach a program]: at the first call, with gradients, of the outermost module whose parameters an
+optimizer has. The model then is where the program put it and its optimizer is made; nothing has gone backward, and no
+state is there but a checkpoint's. Wrappers (DDP, ``torch.compile``, accelerate) are around it already: what surrounds
+forward passes, exchanges the optimizer or sets a flag goes below them; what changes parameters is too late there, and
+is refused by its name. Settings of the allocator come before the program: they are given to it when it starts.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from vramfit.attaching.attached_optimizer import attach_to_optimizer
+from vramfit.capture.observing.training_finder import TrainingFinder, elements, parameters_of
+from vramfit.capture.observing.wrappers import SHARDED, peeled
+from vramfit.errors import UsageError
+from vramfit.techniques import AttachedProgram, AttachStage, Choice
+
+STARTING = "allocator-settings"
+"""The technique that a program is started with."""
+
+_LOOP = frozenset({"micro-batching", "step-in-backward", "low-precision-training"})
+"""Techniques that change the loop itself, which an unmodified program owns."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainedTarget:
+    """The model that techniques are for, as it is known again in another run of the program.
+
+    Attributes:
+        kind: its class, without wrappers.
+        parameters: its elements.
+        trained: of them, those that an optimizer has.
+    """
+
+    kind: str
+    parameters: int
+    trained: int
+
+    @property
+    def words(self) -> str:
+        """As an error names it."""
+        return f"{self.kind} with {self.parameters:,} parameters, {self.trained:,} of them trained"
+
+
+def check_attachable(choices: Sequence[Choice]) -> None:
+    """Refuse what no unmodified program can be given.
+
+    Raises:
+        UsageError: a technique changes the loop.
+    """
+    for choice in choices:
+        if choice.name in _LOOP:
+            raise UsageError(
+                f"{choice.name} changes the training loop, which belongs to the program",
+                f"Plan for the script itself (vramfit plan SCRIPT), or forbid {choice.name} in the plan",
+            )
+
+
+class AttachedScript:
+    """Techniques on their way to a program's model. See NOTE [When techniques reach a program].
+
+    Args:
+        choices: the techniques.
+        target: the model that they are for; None takes the first that is trained.
+        finder: knows the program's optimizers.
+
+    Attributes:
+        live: the program with its techniques; None until they are attached.
+        exchanged: called with the program's optimizer where another takes its place.
+        seen: the trained models that passed by.
+    """
+
+    def __init__(
+        self, choices: Sequence[Choice], target: TrainedTarget | None, finder: TrainingFinder
+    ) -> None:
+        check_attachable(choices)
+        self.live: AttachedProgram | None = None
+        self.exchanged: Callable[[torch.optim.Optimizer], object] = lambda _optimizer: None
+        self.seen: list[TrainedTarget] = []
+        self._choices = tuple(choice for choice in choices if choice.name != STARTING)
+        self._target, self._finder = target, finder
+        self._stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+    def meet(self, root: nn.Module) -> bool:
+        """Attach to a model that is about to be trained, if it is the right one; whether that was so.
+
+        Raises:
+            UsageError: a technique cannot be attached to it any more, or not at all; nothing was changed.
+        """
+        if self.live is not None:
+            return False
+        wrappers, model = peeled(root)
+        here = TrainedTarget(
+            kind=type(model).__name__,
+            parameters=sum(map(elements, model.parameters())),
+            trained=self._finder.trained(root),
+        )
+        self.seen.append(here)
+        if self._target is not None and here != self._target and not SHARDED.intersection(wrappers):
+            return False
+        self._check_wrappers(wrappers)
+        optimizer = _largest(self._finder, root)
+        live = AttachedProgram(model, _inner(optimizer))
+        live.attach(self._choices)
+        self.live = live
+        if optimizer is not None:
+            attach_to_optimizer(_inner(optimizer), live)
+            if live.optimizer is not _inner(optimizer):
+                self.exchanged(_inner(optimizer))
+        return True
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse a step where nothing was attached by then: of several models, one may step before the right one.
+
+        Raises:
+            UsageError: the model that the techniques are for was not trained.
+        """
+        if self.live is not None:
+            return
+        again = optimizer in self._stepped
+        self._stepped.add(optimizer)
+        if not again and len(self._stepped) < len(self._finder.optimizers):
+            return
+        seen = " and ".join(target.words for target in self.seen)
+        wanted = "a model" if self._target is None else self._target.words
+        raise UsageError(
+            f"the plan is for {wanted}, and this program trains {seen or 'none that was seen'}",
+            "Plan for this program: vramfit plan --gpu NAME SCRIPT",
+        )
+
+    def _check_wrappers(self, wrappers: Sequence[str]) -> None:
+        if not wrappers:
+            return
+        for choice in self._choices:
+            if choice.stage in (AttachStage.MODEL, AttachStage.PLACEMENT):
+                raise UsageError(
+                    f"{choice.name} changes the model's parameters, and {wrappers[0]} is around them already",
+                    f"Forbid {choice.name} in the plan: vramfit plan --forbid {choice.name}",
+                )
+            if SHARDED.intersection(wrappers) and choice.stage is AttachStage.OPTIMIZER:
+                raise UsageError(
+                    f"{choice.name} exchanges an optimizer of whole parameters, and {wrappers[0]} has parts of them",
+                    f"Forbid {choice.name} in the plan: vramfit plan --forbid {choice.name}",
+                )
+
+
+def _largest(finder: TrainingFinder, root: nn.Module) -> torch.optim.Optimizer | None:
+    """Of the optimizers of a model, the one with the most parameters."""
+    return max(finder.owners(root), key=lambda one: sum(map(elements, parameters_of(one))), default=None)
+
+
+def _inner(optimizer: Any) -> Any:
+    """The optimizer inside of a wrapper, such as accelerate's, or itself."""
+    inner = getattr(optimizer, "optimizer", optimizer)
+    return inner if isinstance(inner, torch.optim.Optimizer) else optimizer

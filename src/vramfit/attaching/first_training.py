@@ -1,0 +1,81 @@
+"""Attaches techniques at the first training pass of a program that nothing else of vramfit watches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from vramfit.attaching.attached_script import AttachedScript
+from vramfit.capture.observing.training_finder import TrainingFinder, following_optimizers
+from vramfit.errors import VramfitError
+from vramfit.patching import PatchStack
+
+Refuse = Callable[[VramfitError], NoReturn]
+
+
+class FirstTraining:
+    """Waits for the model, attaches, and is gone then: a step costs what it costs without it.
+
+    Attributes:
+        script: what is attached.
+    """
+
+    def __init__(self, make_script: Callable[[TrainingFinder], AttachedScript], refuse: Refuse) -> None:
+        self._finder = TrainingFinder()
+        self.script = make_script(self._finder)
+        self._refuse = refuse
+        self._patches = PatchStack()
+        self._met: set[int] = set()
+
+    def wait(self) -> None:
+        """Wait for the first training pass."""
+        patches = self._patches
+        patches.set(torch.optim.Optimizer, "__init__", following_optimizers(self._finder.meet))
+        patches.set(nn.Module, "__call__", self._watching_calls())
+        patches.call(register_optimizer_step_pre_hook(self._stepping).remove)
+
+    def close(self) -> None:
+        """Wait no longer."""
+        self._patches.undo()
+
+    def _watching_calls(self) -> Callable[..., Any]:
+        original = nn.Module.__call__
+        is_compiling = torch.compiler.is_compiling
+
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if not is_compiling() and id(module) not in self._met and self._finder.trains(module):
+                self._met.add(id(module))
+                self._meet(module)
+            return original(module, *args, **kwargs)
+
+        return call
+
+    def _meet(self, module: nn.Module) -> None:
+        try:
+            if self.script.meet(module):
+                self.close()
+        except VramfitError as error:
+            self._refuse(error)
+
+    def _stepping(self, optimizer: Any, *_: Any) -> None:
+        try:
+            self.script.before_step(optimizer)
+        except VramfitError as error:
+            self._refuse(error)
+
+
+def attach_at_first_training(
+    make_script: Callable[[TrainingFinder], AttachedScript], refuse: Refuse
+) -> FirstTraining:
+    """Attach what `make_script` makes when the program of this process first trains the model that it is for.
+
+    Args:
+        refuse: ends the program with an error.
+    """
+    watch = FirstTraining(make_script, refuse)
+    watch.wait()
+    return watch

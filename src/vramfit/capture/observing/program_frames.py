@@ -1,0 +1,58 @@
+"""Which line of the program runs now, and what its scope calls an object."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import FrameType
+
+from vramfit.trace.frames import Origin, origin
+from vramfit.trace.model import Frame
+
+
+def frames_here() -> Iterator[FrameType]:
+    """The Python frames of this thread, from the caller of the caller outwards."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def program_frame() -> FrameType | None:
+    """The innermost frame of the program's own files; None where only libraries run."""
+    return next((frame for frame in frames_here() if origin(frame.f_code.co_filename) is Origin.USER), None)
+
+
+def program_line() -> Frame | None:
+    """The line of the program's own files that runs now, innermost; None where only libraries run."""
+    frame = program_frame()
+    return None if frame is None else line_of(frame)
+
+
+def line_of(frame: FrameType) -> Frame:
+    """The line at which a frame stands."""
+    return Frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_qualname)
+
+
+def name_of(value: object, frame: FrameType) -> str:
+    """What a frame's scope calls an object: a variable, or an attribute of one; empty where it has no such name."""
+    for scope in (frame.f_locals, frame.f_globals):
+        for name, held in scope.items():
+            if held is value and name.isidentifier():
+                return name
+    for scope in (frame.f_locals, frame.f_globals):
+        for name, held in scope.items():
+            attributes = getattr(held, "__dict__", None)
+            if not isinstance(attributes, dict) or not name.isidentifier():
+                continue
+            for attribute, inner in (*attributes.items(), *_registered(attributes)):
+                if inner is value and isinstance(attribute, str) and attribute.isidentifier():
+                    return f"{name}.{attribute}"
+    return ""
+
+
+def _registered(attributes: dict[str, object]) -> Iterator[tuple[str, object]]:
+    """The modules that a module has registered, which are no attributes of their own."""
+    modules = attributes.get("_modules")
+    if isinstance(modules, dict):
+        yield from modules.items()

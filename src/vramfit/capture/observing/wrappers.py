@@ -1,0 +1,34 @@
+"""What stands around a model in a program: data parallelism, the compiler and the like."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from vramfit.torch_internals.layers import compiled_from, wraps_compiled
+
+_WITH_MODULE = frozenset({"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"})
+"""Classes, of torch and of what derives from it, that hold the model as ``module``."""
+
+SHARDED = frozenset({"FullyShardedDataParallel", "FSDPModule"})
+"""Of them, those whose parameters are parts of the model's."""
+
+
+def peeled(module: nn.Module) -> tuple[tuple[str, ...], nn.Module]:
+    """The names of what wraps a model, from the outside in, and the model."""
+    names: list[str] = []
+    while True:
+        inner = _inside(module)
+        if inner is None:
+            break
+        names.append("torch.compile" if wraps_compiled(module) else type(module).__name__)
+        module = inner
+    names += (base.__name__ for base in type(module).__mro__ if base.__name__ == "FSDPModule")
+    return tuple(names), module
+
+
+def _inside(module: nn.Module) -> nn.Module | None:
+    if wraps_compiled(module):
+        return compiled_from(module)
+    wraps = any(base.__name__ in _WITH_MODULE for base in type(module).__mro__)
+    inner = getattr(module, "module", None) if wraps else None
+    return inner if isinstance(inner, nn.Module) else None

@@ -1,0 +1,290 @@
+"""Compares a plan's gradients with the plain program's, by runs of the program itself on this machine's CPU.
+
+The program runs for real, with fewer examples where its loader lets them be fewer, for a few steps: plain, and with the
+techniques of each level of numerics. Gradients are those of its first step, by its own loss.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import wraps
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.data import DataLoader
+
+from vramfit.attaching.attached_script import STARTING, AttachedScript
+from vramfit.attaching.first_training import FirstTraining
+from vramfit.capture.observing.training_finder import TrainingFinder
+from vramfit.capture.optimizer_rounds import OptimizerRounds
+from vramfit.patching import PatchStack
+from vramfit.planner.devices.cpu_backend import cpu_seconds
+from vramfit.planner.devices.same_start import same_start
+from vramfit.planner.gradient_check import COMPILING, Compared
+from vramfit.planner.plans import Plan
+from vramfit.planner.scripts.script_place import run_here
+from vramfit.planner.scripts.script_steps import EnoughSteps
+from vramfit.planner.scripts.script_workload import ScriptWorkload
+from vramfit.planner.search_clock import SearchClock, TimeOver, limited
+from vramfit.planner.trial_attempts import most_model_bytes
+from vramfit.planner.verification import GradientCheck, judge_gradients
+from vramfit.planner.workload_check import brief
+from vramfit.techniques import Choice, Numerics
+from vramfit.units import counted
+
+_STEPS = 3
+"""Steps of each run: what an optimizer does shows in the losses after its first steps."""
+
+_SECONDS, _LONGEST = 60.0, 90.0
+"""Seconds that a run may take by its estimate, and after which it is given up."""
+
+_LEAST = 5
+"""Examples in the smallest batch."""
+
+_PART, _MOST = 1 / 16, 1 << 30
+"""The share of the machine's memory that a model's values may take, and the most bytes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trained:
+    """What a run of the program gave.
+
+    Attributes:
+        gradients: of its first step, in float64, by parameter.
+        dtypes: of the parameters.
+        losses: those from which it went backward.
+    """
+
+    gradients: Mapping[str, torch.Tensor]
+    dtypes: Mapping[str, torch.dtype]
+    losses: tuple[float, ...]
+
+
+class _Broken(Exception):  # no error: a finding
+    """Techniques do not keep a promise together."""
+
+    def __init__(self, choices: Sequence[Choice], level: Numerics, check: GradientCheck) -> None:
+        super().__init__()
+        self.choices, self.level, self.check = choices, level, check
+
+
+def compare_program(script: ScriptWorkload, plan: Plan, clock: SearchClock) -> Compared:
+    """Hold a plan's techniques to their promises."""
+    choices = [choice for choice in plan.choices if choice.name not in (*COMPILING, STARTING)]
+    if not choices:
+        return Compared()
+    comparison = _Comparison(script, plan, clock)
+    why = comparison.why_not
+    if not why:
+        try:
+            return comparison.of(choices)
+        except TimeOver:
+            why = "the time was over"
+        except KeyboardInterrupt:
+            why = "that was interrupted"
+        except _Broken as broken:
+            return comparison.blamed(broken)
+        except BaseException as error:  # whatever the program makes of the CPU
+            why = f"the program fails on the CPU ({brief(error)})"
+    return Compared(
+        note=f"The plan's gradients were not compared with the plain program's, since {why}: the losses of the first "
+        "steps with vramfit run --plan, beside those without, show whether it trains as before."
+    )
+
+
+class _Comparison:
+    """Runs of a program, plain and with this or that technique."""
+
+    def __init__(self, script: ScriptWorkload, plan: Plan, clock: SearchClock) -> None:
+        self._script, self._clock = script, clock
+        self._plain: Trained | None = None
+        self._examples: int | None = None
+        self.why_not = ""
+        loaders = [loader for loader in script.seen.loaders if loader.batch_size]
+        own = loaders[0].batch_size if loaders else None
+        seconds = cpu_seconds(plan.before.step_flops) * _STEPS
+        if script.target.parameters * 4 > most_model_bytes(_PART, _MOST):
+            self.why_not = "the model is too large for it here"
+        elif seconds > _SECONDS and own is not None:
+            self._examples = max(min(own, _LEAST), math.floor(own * _SECONDS / seconds))
+            seconds *= self._examples / own
+        if not self.why_not and seconds > _SECONDS:
+            self.why_not = "a step takes too long here"
+
+    def of(self, choices: Sequence[Choice]) -> Compared:
+        """Hold techniques to their promises, each level with those before it.
+
+        Raises:
+            _Broken: they do not keep one.
+        """
+        check: GradientCheck | None = None
+        for level in sorted({choice.promise.numerics for choice in choices}):
+            if level is Numerics.APPROXIMATE and check is not None:
+                break
+            held = [choice for choice in choices if choice.promise.numerics <= level]
+            check = self._judged(held, level)
+        if check is None or not check.parameters:
+            return Compared()
+        return Compared(note=self._words(check), by=self._words_of_way)
+
+    def _judged(self, choices: Sequence[Choice], level: Numerics) -> GradientCheck:
+        plain, planned = self._without(), self._trained(choices)
+        check = judge_gradients(plain.gradients, planned.gradients, level, plain.dtypes)
+        if not check.passes or (level is Numerics.BITWISE and plain.losses != planned.losses):
+            raise _Broken(choices, level, check)
+        return check
+
+    def blamed(self, broken: _Broken) -> Compared:
+        """Which of the techniques does not keep its promise."""
+        again = self._trained(())
+        if not judge_gradients(
+            self._without().gradients, again.gradients, Numerics.BITWISE, again.dtypes
+        ).passes:
+            return Compared(
+                note="The plan's gradients were not compared: two runs of the plain program differ by themselves."
+            )
+        fault = max(broken.choices, key=lambda choice: choice.promise.numerics)
+        for choice in broken.choices if len(broken.choices) > 1 else ():
+            try:
+                self._judged([choice], choice.promise.numerics)
+            except _Broken:
+                fault = choice
+                break
+            except Exception:  # some do not run without others
+                continue
+        check = broken.check
+        what = (
+            "the losses of the first steps are not equal"
+            if check.passes
+            else f"the gradient of {check.worst_name} differs by {check.worst:.2g} of its norm"
+        )
+        promised = fault.promise.numerics.value
+        return Compared(
+            note=f"{fault.name} is left out: compared with {self._words_of_way}, {what}, and {promised} was promised.",
+            fault=fault,
+        )
+
+    def _words(self, check: GradientCheck) -> str:
+        gradients = f"the gradients of all {check.parameters} parameters"
+        if check.equal == check.parameters:
+            how = "are those of the plain program, bit for bit"
+        elif check.allowed is None:
+            how = f"differ by up to {check.worst:.2g} of their norm, which nothing bounds"
+        else:
+            how = f"differ by at most {check.worst:.2g} of their norm, {check.allowed:g} promised"
+        return f"compared with {self._words_of_way}: {gradients} {how}."
+
+    @property
+    def _words_of_way(self) -> str:
+        batch = "its own batch" if self._examples is None else counted(self._examples, "example")
+        return f"the program itself on the CPU, with {batch}"
+
+    def _without(self) -> Trained:
+        if self._plain is None:
+            self._plain = self._trained(())
+        return self._plain
+
+    def _trained(self, choices: Sequence[Choice]) -> Trained:
+        with limited(self._clock, _LONGEST, part=1.0):
+            return train_here(self._script, choices, examples=self._examples)
+
+
+def train_here(
+    script: ScriptWorkload, choices: Sequence[Choice], *, examples: int | None = None, steps: int = _STEPS
+) -> Trained:
+    """Run some steps of a program for real, in this process.
+
+    Args:
+        choices: techniques that are attached to it.
+        examples: of a batch; None for as many as the program takes.
+
+    Raises:
+        BaseException: what the program raised.
+    """
+    found = _Notes()
+    rounds = OptimizerRounds()
+
+    def make(finder: TrainingFinder) -> AttachedScript:
+        attached = AttachedScript(choices, replace(script.target), finder)
+        attached.exchanged = rounds.leave
+        return attached
+
+    def refuse(error: Exception) -> Any:
+        raise error
+
+    watch = FirstTraining(make, refuse)
+    counted_steps = 0
+
+    def stepped(ends_round: bool) -> None:
+        nonlocal counted_steps
+        counted_steps += ends_round
+        if counted_steps >= steps:
+            raise EnoughSteps(0)
+
+    def before_step(*_: Any) -> None:
+        live = watch.script.live
+        if live is not None and not found.gradients:
+            found.look(live.model)
+
+    with same_start(), PatchStack() as patches:
+        rounds.on_step = stepped
+        rounds.follow(patches)
+        watch.wait()
+        patches.call(watch.close)
+        patches.call(register_optimizer_step_pre_hook(before_step).remove)
+        patches.set(torch.Tensor, "backward", found.following_losses())
+        if examples is not None:
+            patches.set(DataLoader, "__init__", _with_fewer(examples))
+        try:
+            run_here(script.command)
+        finally:
+            if watch.script.live is not None:
+                watch.script.live.undo()
+    return Trained(gradients=found.gradients, dtypes=found.dtypes, losses=tuple(found.losses))
+
+
+class _Notes:
+    """What is noted of a run."""
+
+    def __init__(self) -> None:
+        self.gradients: dict[str, torch.Tensor] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
+        self.losses: list[float] = []
+
+    def look(self, model: torch.nn.Module) -> None:
+        """Note the gradients of a model."""
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                gradient = parameter.grad.detach()
+                self.gradients[name] = (
+                    (gradient.to_dense() if gradient.is_sparse else gradient).double().clone()
+                )
+                self.dtypes[name] = parameter.dtype
+
+    def following_losses(self) -> Callable[..., Any]:
+        """`Tensor.backward` that also notes the loss."""
+        original: Callable[..., Any] = torch.Tensor.backward
+
+        @wraps(original)
+        def backward(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if tensor.numel() == 1:
+                self.losses.append(float(tensor.detach()))
+            return original(tensor, *args, **kwargs)
+
+        return backward
+
+
+def _with_fewer(examples: int) -> Callable[..., None]:
+    """`DataLoader.__init__` with smaller batches."""
+    original: Callable[..., None] = DataLoader.__init__
+
+    @wraps(original)
+    def init(self: Any, dataset: Any, batch_size: Any = 1, *args: Any, **kwargs: Any) -> None:
+        if isinstance(batch_size, int):
+            batch_size = min(batch_size, examples)
+        original(self, dataset, batch_size, *args, **kwargs)
+
+    return init

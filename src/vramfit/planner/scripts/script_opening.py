@@ -1,0 +1,26 @@
+"""Opens the virtual card on which a program is planned for, and has a first look at the program there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from vramfit.errors import UsageError
+from vramfit.planner.planner_job import DeviceMemory
+from vramfit.planner.scripts.script_backend import ScriptBackend
+from vramfit.planner.scripts.script_workload import ScriptWorkload
+
+
+def opened_program(
+    memory: DeviceMemory, program: Sequence[str], progress: Callable[[str], None]
+) -> tuple[ScriptBackend, ScriptWorkload]:
+    """Where a program is run with techniques, and the program as a workload.
+
+    Raises:
+        UsageError: no virtual card is meant, or the program trains no model that techniques can be attached to.
+        VramfitError: the program fails.
+    """
+    if memory.device != "cuda" or memory.gpu is None:
+        raise UsageError("a program is planned for on a virtual card", "Choose it: --gpu NAME")
+    device = ScriptBackend(memory.gpu, program, alloc_conf=memory.alloc_conf, host_bytes=memory.host_bytes)
+    progress("what the program trains")
+    return device, device.workload()

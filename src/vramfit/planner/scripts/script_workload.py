@@ -1,0 +1,79 @@
+"""A program in the place of a workload: what the planner may know of it, and nothing that it would have to make."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from vramfit.attaching.attached_script import TrainedTarget
+from vramfit.errors import VramfitError
+from vramfit.planner.plan_file import PlanTarget
+from vramfit.techniques import Choice
+from vramfit.techniques.core.technique import AppliedWorkload
+from vramfit.trace.observed_program import ObservedProgram
+from vramfit.workload import Workload
+
+if TYPE_CHECKING:
+    from vramfit.planner.gradient_check import Compared
+    from vramfit.planner.plans import Plan
+    from vramfit.planner.search_clock import SearchClock
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScriptWorkload(Workload):
+    """A program that trains a model; its step is its own, as of a workload with ``step``.
+
+    Attributes:
+        command: what python is given.
+        target: the model that techniques are for.
+        seen: what the plain program was seen to train.
+    """
+
+    command: tuple[str, ...]
+    target: TrainedTarget
+    seen: ObservedProgram
+
+    def check_promises(self, plan: Plan, clock: SearchClock) -> Compared:
+        """Compare a plan's gradients with the plain program's; see script_comparison.py."""
+        from vramfit.planner.scripts.script_comparison import compare_program
+
+        return compare_program(self, plan, clock)
+
+
+def script_workload(command: Sequence[str], target: TrainedTarget, seen: ObservedProgram) -> ScriptWorkload:
+    """A program as a workload; nothing of it can be made apart from a run."""
+    shape = next((shape for model in seen.models for shape in model.shapes if shape), (1,))
+    return ScriptWorkload(
+        model=_apart,
+        batch=_apart,
+        sizes={"batch_size": max(1, shape[0])},
+        step=_apart,
+        optimizer=_apart,
+        command=tuple(command),
+        target=target,
+        seen=seen,
+    )
+
+
+def aim_of(script: ScriptWorkload, aim: PlanTarget) -> PlanTarget:
+    """What a plan was made for, with the program and its model."""
+    return replace(
+        aim,
+        program=script.command,
+        model=script.target.kind,
+        model_parameters=script.target.parameters,
+        trained_parameters=script.target.trained,
+    )
+
+
+def choices_of(workload: Workload) -> tuple[Choice, ...]:
+    """The techniques that a candidate has."""
+    return workload.choices if isinstance(workload, AppliedWorkload) else ()
+
+
+def _apart(*_: Any, **__: Any) -> NoReturn:
+    raise VramfitError(
+        "a part of a program was asked for apart from its run",
+        "Please report this at the issue tracker, with the command line",
+    )

@@ -1,0 +1,148 @@
+"""What a program was seen to train: models, optimizers, loaders, and what else its loop does. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from vramfit.trace.model import Frame
+
+
+class Framework(Enum):
+    """Whose loop the program runs."""
+
+    NONE = ""
+    TRAINER = "Trainer"
+    """Hugging Face's `transformers.Trainer`, and what derives from it."""
+    LIGHTNING = "Lightning"
+    ACCELERATE = "Accelerate"
+    """A loop of the program's own with objects that accelerate prepared."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ObservedOptimizer:
+    """An optimizer that the program made.
+
+    Attributes:
+        kind: its class.
+        parameters: elements of all that it was made with.
+        stepped: whether it took a step.
+        at: the line of the program that made it, None where that is not one of its own.
+        wants_closure: whether its step calls a function that runs the model, as that of LBFGS does.
+    """
+
+    kind: str
+    parameters: int
+    stepped: bool = False
+    at: Frame | None = None
+    wants_closure: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ObservedModel:
+    """A module that an optimizer trains: the outermost one that was called with gradients enabled.
+
+    Attributes:
+        kind: its class, below what wraps it.
+        package: the top package of that class.
+        parameters: elements, all of them.
+        trained: of these, the ones that an optimizer has.
+        optimizers: which of the program's optimizers have them, by their position.
+        wrappers: what wraps it, from the outside in, such as ``DistributedDataParallel``.
+        shapes: of the tensors of its first training pass.
+        calls: training passes.
+        evaluations: passes without gradients.
+        called_as: the expression that the calling line's scope has for it, such as ``self.net``; empty if unknown.
+        called_at: the line of the program that first called it with gradients.
+    """
+
+    kind: str
+    package: str = ""
+    parameters: int
+    trained: int
+    optimizers: tuple[int, ...] = ()
+    wrappers: tuple[str, ...] = ()
+    shapes: tuple[tuple[int, ...], ...] = ()
+    calls: int = 0
+    evaluations: int = 0
+    called_as: str = ""
+    called_at: Frame | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ObservedLoader:
+    """A `torch.utils.data.DataLoader` from which batches were taken.
+
+    Attributes:
+        batch_size: of its batches; None where a sampler makes them.
+        workers: processes that load.
+        batches: how many were taken.
+        at: the line of the program that made it.
+    """
+
+    batch_size: int | None
+    workers: int = 0
+    batches: int = 0
+    at: Frame | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ObservedOption:
+    """An option of the program's own command line with a whole number or a flag as its value.
+
+    Attributes:
+        flag: as it is written, ``--batch-size``.
+        value: what it was; flags have 0 or 1.
+        is_flag: whether it takes no value.
+    """
+
+    flag: str
+    value: int
+    is_flag: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ObservedProgram:
+    """What a program was seen to train.
+
+    Attributes:
+        models: in the order of their first training pass.
+        optimizers: in the order in which they were made.
+        loaders: those from which batches were taken.
+        framework: whose loop it runs.
+        settings: of the framework, by the names of its arguments: whole numbers, flags and words.
+        options: of the command line, where the program reads it with argparse.
+        accumulation: batches whose gradients one step adds up; 0 where there was no whole step.
+        steps: rounds of the optimizers.
+        autocast: the type of autocast in a training pass, ``bfloat16``; empty where there was none.
+        scaler: whether losses are scaled by a `GradScaler`.
+        clipping: whether gradients are clipped.
+        schedulers: classes of learning-rate schedules.
+        backward_at: the line of the program that first went backward.
+        unclear: what cannot be told of it, each with what to do.
+    """
+
+    models: tuple[ObservedModel, ...] = ()
+    optimizers: tuple[ObservedOptimizer, ...] = ()
+    loaders: tuple[ObservedLoader, ...] = ()
+    framework: Framework = Framework.NONE
+    settings: dict[str, int | str] = field(default_factory=dict)
+    options: tuple[ObservedOption, ...] = ()
+    accumulation: int = 0
+    steps: int = 0
+    autocast: str = ""
+    scaler: bool = False
+    clipping: bool = False
+    schedulers: tuple[str, ...] = ()
+    backward_at: Frame | None = None
+    unclear: tuple[str, ...] = ()
+
+    @property
+    def trains(self) -> bool:
+        """Whether a model was trained, or an optimizer stepped."""
+        return bool(self.models) or any(optimizer.stepped for optimizer in self.optimizers)
+
+    @property
+    def main_model(self) -> ObservedModel | None:
+        """The trained model with the most trained parameters; None without any."""
+        return max(self.models, key=lambda model: model.trained, default=None)
