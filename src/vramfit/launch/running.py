@@ -16,8 +16,9 @@ import sys
 import threading
 import traceback
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from vramfit.launch.interrupts import INTERRUPTED
@@ -122,25 +123,28 @@ def run_program(command: list[str], stopping: Stopping) -> tuple[int, BaseExcept
     return 0, None
 
 
-def become(command: list[str]) -> None:
+def become(command: list[str], sources: Mapping[str, bytes] = MappingProxyType({})) -> None:
     """Run a script or a module in this process as ``__main__``, whatever it raises.
 
     Args:
         command: as python would be given: the script and its arguments, or ``-m``, a module and its arguments.
+        sources: another text of a script, by its absolute path.
     """
     if command[0] == "-m":
         _run_module(command[1], command[2:])
     else:
-        _run_script(command[0], command[1:])
+        _run_script(command[0], command[1:], sources)
 
 
-def _run_script(script: str, arguments: list[str]) -> None:
+def _run_script(script: str, arguments: list[str], sources: Mapping[str, bytes]) -> None:
     """Run a file as ``python script.py`` does: its folder leads ``sys.path``, and it is the module ``__main__``."""
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).resolve().parent))
     script = os.path.join(os.getcwd(), script)  # Python/initconfig.c: config_run_filename_abspath
-    with open(script, "rb") as file:
-        source = file.read()
+    source = sources.get(os.path.abspath(script))
+    if source is None:
+        with open(script, "rb") as file:
+            source = file.read()
     code = compile(source, script, "exec", dont_inherit=True)
     module = types.ModuleType("__main__")
     module.__file__ = script

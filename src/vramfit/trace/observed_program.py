@@ -28,6 +28,7 @@ class ObservedOptimizer:
         parameters: elements of all that it was made with.
         stepped: whether it took a step.
         at: the line of the program that made it, None where that is not one of its own.
+        model_as: the expression that this line's scope has for the model; empty if unknown.
         wants_closure: whether its step calls a function that runs the model, as that of LBFGS does.
     """
 
@@ -35,6 +36,7 @@ class ObservedOptimizer:
     parameters: int
     stepped: bool = False
     at: Frame | None = None
+    model_as: str = ""
     wants_closure: bool = False
 
 
@@ -54,6 +56,7 @@ class ObservedModel:
         evaluations: passes without gradients.
         called_as: the expression that the calling line's scope has for it, such as ``self.net``; empty if unknown.
         called_at: the line of the program that first called it with gradients.
+        called_from: that line and those from which it was reached, innermost first.
     """
 
     kind: str
@@ -67,6 +70,7 @@ class ObservedModel:
     evaluations: int = 0
     called_as: str = ""
     called_at: Frame | None = None
+    called_from: tuple[Frame, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,6 +17,7 @@ _TRAINER = (
     "per_device_train_batch_size",
     "gradient_accumulation_steps",
     "gradient_checkpointing",
+    "activation_checkpointing",
     "bf16",
     "fp16",
     "optim",

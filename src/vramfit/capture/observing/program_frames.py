@@ -5,6 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from types import FrameType
+from typing import Any
+
+from torch import nn
 
 from vramfit.trace.frames import Origin, origin
 from vramfit.trace.model import Frame
@@ -27,6 +30,45 @@ def program_line() -> Frame | None:
     """The line of the program's own files that runs now, innermost; None where only libraries run."""
     frame = program_frame()
     return None if frame is None else line_of(frame)
+
+
+def program_lines() -> tuple[Frame, ...]:
+    """The lines of the program's own files that run now, innermost first."""
+    return tuple(line_of(frame) for frame in frames_here() if origin(frame.f_code.co_filename) is Origin.USER)
+
+
+def model_name_here(optimizer: Any) -> str:
+    """What the innermost scope of the program calls the module with all parameters of an optimizer; empty if unknown.
+
+    Of several, as a model in its wrapper, the one with the shortest name.
+    """
+    frame = program_frame()
+    if frame is None:
+        return ""
+    owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    found = [
+        name
+        for name, value in _named_modules(frame)
+        if owned and owned <= {id(parameter) for parameter in value.parameters()}
+    ]
+    return min(found, key=len, default="")
+
+
+def _named_modules(frame: FrameType) -> Iterator[tuple[str, Any]]:
+    """The modules that a frame's scope has names for, and those that are attributes of what it has names for."""
+    seen: set[int] = set()
+    for scope in (frame.f_locals, frame.f_globals):
+        for name, held in list(scope.items()):
+            if not name.isidentifier() or id(held) in seen:
+                continue
+            seen.add(id(held))
+            if isinstance(held, nn.Module):
+                yield name, held
+            attributes = getattr(held, "__dict__", None)
+            if scope is frame.f_locals and isinstance(attributes, dict):
+                for attribute, inner in (*attributes.items(), *_registered(attributes)):
+                    if isinstance(inner, nn.Module) and attribute.isidentifier():
+                        yield f"{name}.{attribute}", inner
 
 
 def line_of(frame: FrameType) -> Frame:

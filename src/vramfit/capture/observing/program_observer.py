@@ -24,7 +24,14 @@ from torch.utils.data import DataLoader
 from vramfit.capture.attribution import ModuleStack, PhaseTracker, ProgramPhase
 from vramfit.capture.observing.command_options import following_options
 from vramfit.capture.observing.framework_facts import framework_here
-from vramfit.capture.observing.program_frames import line_of, name_of, program_frame, program_line
+from vramfit.capture.observing.program_frames import (
+    line_of,
+    model_name_here,
+    name_of,
+    program_frame,
+    program_line,
+    program_lines,
+)
 from vramfit.capture.observing.training_finder import (
     TrainingFinder,
     elements,
@@ -118,6 +125,7 @@ class ProgramObserver:
                 kind=type(optimizer).__name__,
                 parameters=sum(map(elements, parameters_of(optimizer))),
                 at=program_line(),
+                model_as=model_name_here(optimizer),
                 wants_closure=_wants_closure(optimizer),
             )
         )
@@ -241,6 +249,7 @@ class ProgramObserver:
             wrappers=wrappers,
             called_as="" if frame is None else name_of(root, frame) or name_of(model, frame),
             called_at=None if frame is None else line_of(frame),
+            called_from=program_lines(),
         )
 
     def _look_at_arguments(self, root: nn.Module, number: int) -> None:

@@ -19,12 +19,13 @@ from vramfit.patching import PatchStack
 from vramfit.planner.devices.cost import StepCost, profile_of
 from vramfit.planner.devices.same_start import between_steps, same_start
 from vramfit.planner.devices.virtual_backend import VirtualMeter, WatchedStep, categories_of, watched_step
+from vramfit.planner.remedies.alteration import NOTHING, Alteration
 from vramfit.planner.scripts.script_place import run_here
 from vramfit.planner.scripts.script_steps import ScriptSteps
 from vramfit.planner.scripts.script_workload import ScriptWorkload, choices_of, script_workload
 from vramfit.planner.step_profiler import StepProfile, StepProfiler
 from vramfit.planner.workload_check import brief
-from vramfit.techniques import Choice, Profile
+from vramfit.techniques import Profile
 from vramfit.trace import Run
 from vramfit.trace.observed_program import ObservedProgram
 from vramfit.virtual.gpu import VirtualGPU
@@ -121,9 +122,17 @@ class ScriptBackend:
             UsageError: it trains no model that techniques can be attached to.
             VramfitError: the program fails.
         """
-        found = self._run((), None, steps=1, places=None)
+        found = self.look(NOTHING)
         self._target = found_target(found.seen)
         return script_workload(self._command, self._target, found.seen)
+
+    def look(self, alteration: Alteration = NOTHING) -> ScriptRun:
+        """What the program trains, as its first step on an endless card shows.
+
+        Raises:
+            VramfitError: the program fails.
+        """
+        return self._run(alteration, None, steps=1, places=None)
 
     def step_cost(self, workload: Workload, sizes: dict[str, int], budget: int | None = None) -> StepCost:
         """Run two steps on a card of `budget` bytes, or on an endless one; see `DeviceBackend.step_cost`.
@@ -132,8 +141,16 @@ class ScriptBackend:
             VramfitError: the program failed for another reason than memory.
         """
         del sizes
+        return self.altered_cost(Alteration(choices=choices_of(workload)), budget)
+
+    def altered_cost(self, alteration: Alteration, budget: int | None = None) -> StepCost:
+        """The same of the program as something alters it.
+
+        Raises:
+            VramfitError: the program failed for another reason than memory.
+        """
         watches: list[_Watch] = []
-        found = self._run(choices_of(workload), budget, steps=STEPS, places=None, watches=watches)
+        found = self._run(alteration, budget, steps=STEPS, places=None, watches=watches)
         outcome = found.run.devices[0]
         last = WatchedStep() if found.failed or found.steps < STEPS else watches[0].step
         return StepCost(
@@ -158,7 +175,8 @@ class ScriptBackend:
             VramfitError: the program failed, or took fewer steps.
         """
         watches: list[_Watch] = []
-        found = self._run(choices_of(workload), None, steps=STEPS, places=places, watches=watches)
+        alteration = Alteration(choices=choices_of(workload))
+        found = self._run(alteration, None, steps=STEPS, places=places, watches=watches)
         profiler = watches[0].profiler if watches else None
         if found.steps < STEPS or profiler is None or found.model is None:
             raise UsageError(
@@ -188,7 +206,7 @@ class ScriptBackend:
 
     def _run(
         self,
-        choices: tuple[Choice, ...],
+        alteration: Alteration,
         budget: int | None,
         *,
         steps: int,
@@ -196,9 +214,11 @@ class ScriptBackend:
         watches: list[_Watch] | None = None,
     ) -> ScriptRun:
         """Run some steps of the program; the last is watched where somebody asks for it."""
+        choices = alteration.choices
         total = _ENDLESS if budget is None else budget
         spec = replace(self.spec, total_bytes=total, context_bytes=self.spec.typical_context_bytes)
-        conf = next((choice.setting.conf for choice in choices if choice.name == STARTING), self._alloc_conf)  # type: ignore[attr-defined]
+        conf = alteration.alloc_conf or self._alloc_conf
+        conf = next((choice.setting.conf for choice in choices if choice.name == STARTING), conf)  # type: ignore[attr-defined]
         gpu = VirtualGPU(spec, alloc_conf=conf)
         attached: list[tuple[nn.Module, Any]] = []
         setup: list[int] = []
@@ -231,8 +251,8 @@ class ScriptBackend:
             counter = ScriptSteps(steps, stepped)
             counter.install(gpu.meter.phases, patches)
             try:
-                with _ending(watch):
-                    run_here(self._command)
+                with _ending(watch), alteration.applied():
+                    run_here(alteration.command(self._command), alteration.sources)
             except torch.OutOfMemoryError as error:
                 if gpu.run.oom is None:
                     raise VramfitError(f"the program ran out of memory outside the card: {error}") from error

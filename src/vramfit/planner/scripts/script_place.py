@@ -12,7 +12,8 @@ import contextlib
 import gc
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,15 +23,19 @@ from vramfit.planner.scripts.script_steps import EnoughSteps
 from vramfit.trace.frames import Origin, origin
 
 
-def run_here(command: Sequence[str]) -> None:
+def run_here(command: Sequence[str], sources: Mapping[str, bytes] = MappingProxyType({})) -> None:
     """Run a program to its end, or until `EnoughSteps`.
+
+    Args:
+        command: what python is given.
+        sources: another text of its script, by the absolute path.
 
     Raises:
         BaseException: what the program raised; a ``SystemExit`` only where it says that it failed.
     """
     with _undone(), _silent():
         try:
-            become(list(command))
+            become(list(command), sources)
         except EnoughSteps:
             pass
         except SystemExit as end:

@@ -1,0 +1,131 @@
+"""Remedies that are arguments of a framework: of Trainer, of Lightning, of Accelerate."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from typing import Any
+
+from vramfit.planner.remedies.alteration import Alteration, KeywordChange
+from vramfit.planner.remedies.remedy import (
+    AUTOCAST,
+    AUTOCAST_CHANGES,
+    CHECKPOINTING,
+    EIGHT_BITS,
+    EIGHT_BITS_CHANGES,
+    Remedy,
+    Subject,
+    flag_of,
+)
+from vramfit.trace.observed_program import Framework
+
+
+def framework_remedies(subject: Subject) -> Iterator[Remedy]:
+    """Those of the framework whose loop the program runs."""
+    framework = subject.seen.framework
+    if framework is Framework.TRAINER:
+        yield from _trainer(subject)
+    elif framework is Framework.LIGHTNING:
+        yield from _lightning(subject)
+    elif framework is Framework.ACCELERATE:
+        yield from _accelerate(subject)
+
+
+# -- Trainer ---------------------------------------------------------------------------------------------------------
+
+
+def _trainer(subject: Subject) -> Iterator[Remedy]:
+    settings = subject.seen.settings
+    if not settings.get("bf16"):
+        values: dict[str, Any] = {"bf16": True}
+        if settings.get("fp16"):
+            values["fp16"] = False
+        yield _of_trainer(subject, AUTOCAST, values, AUTOCAST_CHANGES, weight=1)
+    if not settings.get("gradient_checkpointing") and not settings.get("activation_checkpointing"):
+        yield _of_trainer(subject, CHECKPOINTING, {"gradient_checkpointing": True}, "", weight=2)
+    optimizer = _eight_bits(str(settings.get("optim", "")))
+    if optimizer is not None:
+        yield _of_trainer(subject, EIGHT_BITS, {"optim": optimizer}, EIGHT_BITS_CHANGES, weight=3)
+
+
+def trainer_batch(subject: Subject, divisor: int) -> Remedy | None:
+    """Smaller batches whose gradients are added up to those of the whole; None where they cannot be cut so."""
+    settings = subject.seen.settings
+    size = settings.get("per_device_train_batch_size")
+    if not isinstance(size, int) or size % divisor or size == divisor - 1:
+        return None
+    accumulated = int(settings.get("gradient_accumulation_steps") or 1)
+    values = {
+        "per_device_train_batch_size": size // divisor,
+        "gradient_accumulation_steps": accumulated * divisor,
+    }
+    return _of_trainer(
+        subject, f"batch {size // divisor}, {accumulated * divisor} a step", values, "", weight=4
+    )
+
+
+def _of_trainer(subject: Subject, name: str, values: dict[str, Any], changes: str, *, weight: int) -> Remedy:
+    """A remedy that is arguments of TrainingArguments: on the command line where the program reads them there."""
+    if flag_of(subject, "per_device_train_batch_size") is not None:  # it reads them all on its command line
+        arguments = tuple((f"--{key}", str(value)) for key, value in values.items())
+        alteration = Alteration(arguments=arguments)
+        words = " ".join(f"{flag} {value}" for flag, value in arguments)
+    else:
+        change = KeywordChange(
+            module="transformers.training_args",
+            kind="TrainingArguments",
+            values=tuple(values.items()),
+            is_dataclass=True,
+        )
+        alteration = Alteration(keywords=(change,))
+        words = f"TrainingArguments({', '.join(f'{key}={value!r}' for key, value in values.items())})"
+    return Remedy(name=name, alteration=alteration, how=(words,), changes=changes, weight=weight)
+
+
+def _eight_bits(now: str) -> str | None:
+    """The name of the Trainer's AdamW in 8 bits that is installed; None where there is none, or it is one already."""
+    if "8bit" in now or "4bit" in now or not now.startswith("adamw"):
+        return None
+    if importlib.util.find_spec("bitsandbytes") is not None:
+        return "adamw_bnb_8bit"
+    return "adamw_torch_8bit" if importlib.util.find_spec("torchao") is not None else None
+
+
+# -- Lightning -------------------------------------------------------------------------------------------------------
+
+
+def _lightning(subject: Subject) -> Iterator[Remedy]:
+    precision = str(subject.seen.settings.get("precision", ""))
+    if precision in ("32-true", "32", "16-mixed", ""):
+        yield Remedy(
+            name=AUTOCAST,
+            alteration=Alteration(keywords=lightning_change({"precision": "bf16-mixed"})),
+            how=('Trainer(precision="bf16-mixed")',),
+            changes=AUTOCAST_CHANGES,
+            weight=1,
+        )
+
+
+def lightning_change(values: dict[str, Any]) -> tuple[KeywordChange, ...]:
+    """Arguments of Lightning's Trainer, whichever of its two packages is used."""
+    return tuple(
+        KeywordChange(module=f"{package}.trainer.trainer", kind="Trainer", values=tuple(values.items()))
+        for package in ("lightning.pytorch", "pytorch_lightning")
+    )
+
+
+# -- Accelerate ------------------------------------------------------------------------------------------------------
+
+
+def _accelerate(subject: Subject) -> Iterator[Remedy]:
+    if subject.seen.settings.get("mixed_precision") != "bf16":
+        change = KeywordChange(
+            module="accelerate.accelerator", kind="Accelerator", values=(("mixed_precision", "bf16"),)
+        )
+        yield Remedy(
+            name=AUTOCAST,
+            alteration=Alteration(keywords=(change,)),
+            how=('Accelerator(mixed_precision="bf16")',),
+            changes=AUTOCAST_CHANGES,
+            weight=1,
+        )
