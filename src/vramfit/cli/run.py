@@ -20,6 +20,7 @@ from vramfit.cli.ranks import (
     tell,
     world_of,
 )
+from vramfit.cli.remedies import Tries, remedies_choice
 from vramfit.cli.run_parameters import with_run_options
 from vramfit.cli.where import (
     DEFAULT_TOLERANCE,
@@ -80,6 +81,15 @@ def run_command(
             rich_help_panel=options.WITH_PLAN,
         ),
     ] = None,
+    remedies: Annotated[
+        str | None,
+        typer.Option(
+            metavar="auto|none|SECONDS",
+            help="Try what makes it fit, in the program's own words: where it does not (auto), never, or for so long.",
+            show_default="auto",
+            rich_help_panel=options.WITH_PLAN,
+        ),
+    ] = None,
     against: Annotated[
         list[Path] | None,
         typer.Option(
@@ -122,6 +132,7 @@ def run_command(
     outputs = _Outputs(json=json, trace=trace, snapshot=snapshot, report=report)
     outputs.check()
     reference = read_reference(against or [], against_device, tolerance)
+    tries = remedies_choice(remedies)
     planned = None if plan is None else _planned(plan)
     if planned is not None:
         run = planned.options(run)
@@ -138,7 +149,8 @@ def run_command(
     if planned is not None:
         found_run = planned.told(found_run)
     found, misfit = compare(reference, found_run)
-    verdict = _tell(found_run, found, outputs)
+    plain = planned is None and reference is None
+    verdict = _tell(found_run, found, outputs, Tries(tries, command, run) if plain else None)
     if journal is not None:
         journal.unlink(missing_ok=True)
     if misfit is not None:
@@ -227,16 +239,41 @@ class _Outputs:
             check_trace_name(self.trace)
 
 
-def _tell(run: Run, found: Reconciliation | None, outputs: _Outputs) -> Verdict:
-    """Judge a run, write the files, and print the report even where a file cannot be written."""
+def _tell(run: Run, found: Reconciliation | None, outputs: _Outputs, tries: Tries | None) -> Verdict:
+    """Judge a run and print the report; try remedies, write the files, and print what was tried.
+
+    The report is printed before anything else is run, and what was tried even where a file cannot be written.
+    """
     from vramfit.analysis import verdict as judge
 
     verdict = judge(run)
+    seconds = 0.0 if tries is None else tries.seconds(run, verdict)
+    if not seconds or tries is None:
+        try:
+            _write(run, verdict, found, outputs)
+        finally:
+            _show(run, verdict, found, outputs.json)
+        return verdict
+    if outputs.json != Path("-"):
+        _show(run, verdict, found, outputs.json)
+    run = replace(run, remedies=tries.tried(seconds))
     try:
         _write(run, verdict, found, outputs)
     finally:
-        _show(run, verdict, found, outputs.json)
+        if outputs.json == Path("-"):
+            _show(run, verdict, found, outputs.json)
+        else:
+            _show_remedies(run)
     return verdict
+
+
+def _show_remedies(run: Run) -> None:
+    from vramfit.console import SafeConsole
+    from vramfit.report import print_report
+
+    console = SafeConsole()
+    console.print()
+    print_report(run.remedies, console=console, root=Path.cwd())
 
 
 def _is_device(path: Path) -> bool:

@@ -24,6 +24,7 @@ from vramfit.files.namespace import attended
 from vramfit.launch.interrupts import passed_on, run_child
 from vramfit.launch.job import Failure, failure_of, listening, result_of
 from vramfit.launch.starting import python_command
+from vramfit.options.run_options import RunOptions
 from vramfit.plain import to_plain
 from vramfit.planner.planner_job import Answer, DeviceMemory, PlannerJob
 from vramfit.planner.planner_questions import PlannerQuestion, Result, name_of, question_type
@@ -129,11 +130,13 @@ def job_of(
     *,
     fresh: bool = False,
     program: Sequence[str] = (),
+    run: RunOptions | None = None,
 ) -> PlannerJob:
     """The job that carries a question of plain values.
 
     Args:
         program: the command line of the program that it is about, in place of a workload.
+        run: how it is run.
         fresh: whether what earlier searches saw is left aside.
     """
     return PlannerJob(
@@ -141,6 +144,7 @@ def job_of(
         values=to_plain(question),
         target=target,
         program=tuple(program),
+        run=run,
         memory=memory,
         fresh=fresh,
         asked_at=time.time(),

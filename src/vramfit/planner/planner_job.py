@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 from vramfit.errors import UsageError
 from vramfit.gpus import GpuSpec, catalogue
 from vramfit.launch.job import Job
+from vramfit.options.run_options import RunOptions
 
 Found = TypeVar("Found")
 
@@ -148,6 +149,7 @@ class PlannerJob(Job):
         values: the question as plain values; None where it is packed with the model.
         target: the workload that it is about, as ``FILE.py:NAME``.
         program: the command line of the program that it is about, in place of a workload; empty for none.
+        run: how that program is run beside its card; None for the defaults.
         memory: where its steps are run, and what they may take.
         fresh: whether what earlier searches saw is left aside.
         asked_at: seconds of the system's clock when it was asked, from which on its time counts; 0 where that does not
@@ -159,6 +161,7 @@ class PlannerJob(Job):
     values: dict[str, Any] | None = None
     target: str = ""
     program: tuple[str, ...] = ()
+    run: RunOptions | None = None
     memory: DeviceMemory
     fresh: bool = False
     asked_at: float = 0.0

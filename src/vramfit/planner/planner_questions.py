@@ -34,6 +34,7 @@ QUESTIONS = frozenset(
         "vramfit.planner.plan_question:PlanQuestion",
         "vramfit.planner.quantization.format_trial:FormatChoicesQuestion",
         "vramfit.planner.quantization.format_trial:FormatTableQuestion",
+        "vramfit.planner.remedies.remedies_question:RemediesQuestion",
         "vramfit.planner.request_peak:RequestQuestion",
         "vramfit.planner.size_questions:SizeOnCardQuestion",
         "vramfit.planner.size_questions:SizeQuestion",

@@ -59,6 +59,7 @@ def _json_values(run: Run, verdict: Verdict, against: Reconciliation | None = No
         "end": run.progress.end.value,
         "steps": _steps(run.progress),
         "trains": None if run.observed is None or not run.observed.trains else to_plain(run.observed),
+        "remedies": None if run.remedies is None else to_json(run.remedies),
         "plan": None if run.plan is None else to_plain(run.plan),
         "assume": run.assume,
         "profile": _profile(run),

@@ -13,6 +13,7 @@ from vramfit.trace.applied_plan import AppliedPlan
 from vramfit.trace.estimates import Estimate
 from vramfit.trace.model import Frame, MemoryTrace
 from vramfit.trace.observed_program import ObservedProgram
+from vramfit.trace.tried_remedies import TriedRemedies
 from vramfit.units import format_bytes
 
 # -- How far a program came: what ended it, its steps, and for how many its memory was steady ----------------
@@ -488,6 +489,7 @@ class Run:
         attention_fallbacks: calls of attention that the math kernel served, each place and shape once.
         observed: what the program trains; None where nobody looked.
         plan: the plan that it was run with; None without one.
+        remedies: what was tried on it since it does not fit; None where nothing was.
         left: what hooks of the child left, by their names; see `vramfit.launch.child_hooks`.
     """
 
@@ -516,6 +518,7 @@ class Run:
     attention_fallbacks: tuple[AttentionFallback, ...] = ()
     observed: ObservedProgram | None = None
     plan: AppliedPlan | None = None
+    remedies: TriedRemedies | None = None
     left: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

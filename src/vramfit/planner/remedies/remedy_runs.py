@@ -1,18 +1,20 @@
 """Tries remedies: each is run with the program, alone and then together, until one fits and the time is over.
 
-NOTE [The order of tries]: those that stand alone first, the mildest ahead; then checkpointing with autocast; then, from
-what fits or comes closest, one remedy more each time, those that cost least first, until it fits; in the end the
-largest batch that fits. Each is run without the card's limit, which shows what it needs; what never comes near the
-limit runs in the same way within it. In between, it is run with the limit, which decides.
+NOTE [The order of tries]: those that stand alone first, the mildest ahead; then checkpointing with autocast; then one
+remedy more each time, those that save most first, until it fits, of which what is not needed is left out again; in the
+end the largest batch that fits. Each is run without the card's limit, which shows what it needs; what never comes near
+the limit runs in the same way within it. In between, it is run with the limit, which decides.
 """
 
 from __future__ import annotations
 
+import shlex
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from vramfit.errors import VramfitError
+from vramfit.gpus import GpuSpec, catalogue
 from vramfit.planner.devices.cost import StepCost
 from vramfit.planner.remedies.alteration import NOTHING, Alteration
 from vramfit.planner.remedies.framework_remedies import framework_remedies
@@ -59,7 +61,7 @@ class RemedyRuns:
     _rows: list[TriedRemedy] = field(default_factory=list)
     _by_row: dict[str, Remedy] = field(default_factory=dict)
     _began: float = field(default_factory=time.monotonic)
-    _longest: float = 0.0
+    _last: float = 0.0
     _plain_seconds: float = 0.0
     _cut: bool = False
 
@@ -109,49 +111,73 @@ class RemedyRuns:
         return None if size is None or size < 2 else with_batch(self.subject, size // 2)
 
     def _with_plan(self, technique: str) -> str:
-        command = " ".join(self.subject.command)
-        return f"vramfit plan --gpu NAME --allow {technique} -o plan.toml {command}"
+        command, card = shlex.join(self.subject.command), card_words(self.device.spec)
+        return f"vramfit plan --gpu {card} --allow {technique} -o plan.toml {command}"
 
     def _try_together(self, singles: list[Remedy]) -> None:
-        """Checkpointing with autocast, and then more and more of what is there until it fits."""
-        able = [one for one in singles if self._row(one.name) is not None]
-        names = {one.name: one for one in able}
-        both = names.get(AUTOCAST), names.get(CHECKPOINTING)
-        if both[0] is not None and both[1] is not None:
-            self._try(both[0] + both[1])
+        """Checkpointing with autocast; then one more at a time until it fits, and less of it again while that fits."""
+        able = {one.name: one for one in singles if self._row(one.name) is not None}
+        autocast, checkpointing = able.get(AUTOCAST), able.get(CHECKPOINTING)
+        parts: list[Remedy] = []
+        if autocast is not None and checkpointing is not None:
+            parts = [autocast, checkpointing]
+            self._try(_together(parts))
         if self._fitting():
             return
-        together: Remedy | None = None
-        for remedy in sorted(able, key=lambda one: one.weight):
-            if remedy.name.startswith("batch"):
+        saving = sorted((one for one in able.values() if self._saved(one) > 0), key=self._saved, reverse=True)
+        for remedy in saving:
+            if remedy in parts or remedy.name.startswith("batch"):
                 continue
-            together = remedy if together is None else together + remedy
-            if self._row(together.name) is None:
-                self._try(together)
-            if self._fitting():
+            parts.append(remedy)
+            row = self._try(_together(parts)) if len(parts) > 1 else None
+            if row is not None and row.fits:
+                self._leave_out(parts)
                 return
 
+    def _leave_out(self, parts: list[Remedy]) -> None:
+        """Leave out what is not needed, what slows the step down most first."""
+        for remedy in sorted(parts, key=self._slows, reverse=True):
+            rest = [part for part in parts if part is not remedy]
+            if len(rest) < 2:
+                continue
+            row = self._row(_together(rest).name) or self._try(_together(rest))
+            if row is not None and row.fits:
+                parts = rest
+
+    def _saved(self, remedy: Remedy) -> int:
+        row = self._row(remedy.name)
+        return 0 if row is None else self._rows[0].total_bytes - row.total_bytes
+
+    def _slows(self, remedy: Remedy) -> float:
+        row = self._row(remedy.name)
+        return 0.0 if row is None else row.step_seconds
+
     def _try_batches(self) -> None:
-        """The largest batch that fits with nothing else, and with all that was put together where none does."""
+        """The largest batch that fits with nothing else, or with all that was put together where nothing fits."""
         size = batch_size(self.subject)
         if size is None or size < 2:
             return
-        base = None if self._fitting() or not self._together() else self._together()
-
-        def fits(value: int) -> bool:
-            remedy = with_batch(self.subject, value)
-            if remedy is None:
-                return False
-            if base is not None:
-                remedy = base + remedy
-            known = self._row(remedy.name) or self._try(remedy)
-            return known is not None and bool(known.fits)
-
-        value = size // 2
-        while value >= 1 and not self._cut:  # halves: what accumulates evenly
-            if fits(value):
-                return
+        base = None if self._fitting() else self._together()
+        fitting, value = 0, size // 2
+        while value >= 1 and not fitting and not self._cut:
+            fitting = value if self._fits_with(base, value) else 0
             value //= 2
+        low, high = fitting, 2 * fitting
+        while fitting and high - low > max(1, size // 16) and not self._cut:
+            middle = (low + high) // 2
+            if self._fits_with(base, middle):
+                low = middle
+            else:
+                high = middle
+
+    def _fits_with(self, base: Remedy | None, value: int) -> bool:
+        """Whether a batch size fits, with what was put together if that is given."""
+        remedy = with_batch(self.subject, value)
+        if remedy is None:
+            return False
+        remedy = remedy if base is None else base + remedy
+        known = self._row(remedy.name) or self._try(remedy)
+        return known is not None and bool(known.fits)
 
     def _together(self) -> Remedy | None:
         """The remedy that was run and needs least."""
@@ -164,7 +190,7 @@ class RemedyRuns:
     def _try(self, remedy: Remedy) -> TriedRemedy | None:
         """Run a remedy; None where there is no time for it."""
         spent = time.monotonic() - self._began
-        if self._rows and spent + self._longest > self.seconds:
+        if self._rows and spent + self._last > self.seconds:
             self._cut = True
             return None
         began = time.monotonic()
@@ -172,7 +198,7 @@ class RemedyRuns:
             row = self._row_of(remedy, self._cost(remedy))
         except VramfitError as error:
             row = TriedRemedy(name=remedy.name, how=remedy.how, failed=brief(error))
-        self._longest = max(self._longest, time.monotonic() - began)
+        self._last = time.monotonic() - began
         if row.failed and len(self._rows):
             return row  # nothing is advised that does not run
         self._rows.append(row)
@@ -220,3 +246,18 @@ class RemedyRuns:
             ),
             default=None,
         )
+
+
+def _together(parts: Sequence[Remedy]) -> Remedy:
+    """Several remedies as one, in the order of their weight."""
+    found, *rest = sorted(parts, key=lambda one: (one.weight, one.name))
+    for remedy in rest:
+        found += remedy
+    return found
+
+
+def card_words(spec: GpuSpec) -> str:
+    """A card as it is written on a command line: by its name, or by its size where it has none of the catalogue."""
+    if any(known.name == spec.name for known in catalogue()):
+        return shlex.quote(spec.name)
+    return f"{spec.total_bytes >> 20}MiB"

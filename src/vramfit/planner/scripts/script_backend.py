@@ -14,7 +14,7 @@ from torch import nn
 from vramfit.attaching.attached_script import STARTING, AttachedScript, TrainedTarget
 from vramfit.capture.observing.program_observer import observe_program
 from vramfit.errors import UsageError, VramfitError
-from vramfit.gpus import GpuSpec
+from vramfit.options.run_options import RunOptions
 from vramfit.patching import PatchStack
 from vramfit.planner.devices.cost import StepCost, profile_of
 from vramfit.planner.devices.same_start import between_steps, same_start
@@ -93,26 +93,23 @@ class ScriptBackend:
     """A virtual card on which a program is run with techniques; see `DeviceBackend`.
 
     Args:
+        options: how the program is run, with its card.
         command: what python is given.
-        alloc_conf: allocator settings; None reads the environment.
+
+    Attributes:
+        seen: the first look at the program; None before it.
     """
 
     device_type = "cuda"
 
-    def __init__(
-        self,
-        spec: GpuSpec,
-        command: Sequence[str],
-        *,
-        alloc_conf: str | None = None,
-        host_bytes: int = 0,
-    ) -> None:
-        self.spec = spec
-        self.name = spec.name
-        self.total_bytes = spec.total_bytes
+    def __init__(self, options: RunOptions, command: Sequence[str], *, host_bytes: int = 0) -> None:
+        self.spec = options.card
+        self.name = self.spec.name
+        self.total_bytes = self.spec.total_bytes
         self.host_bytes = host_bytes
+        self.seen: ScriptRun | None = None
+        self._options = replace(options, gpus=1)
         self._command = tuple(command)
-        self._alloc_conf = alloc_conf
         self._target: TrainedTarget | None = None
 
     def workload(self) -> ScriptWorkload:
@@ -122,7 +119,7 @@ class ScriptBackend:
             UsageError: it trains no model that techniques can be attached to.
             VramfitError: the program fails.
         """
-        found = self.look(NOTHING)
+        found = self.seen = self.look(NOTHING)
         self._target = found_target(found.seen)
         return script_workload(self._command, self._target, found.seen)
 
@@ -217,9 +214,9 @@ class ScriptBackend:
         choices = alteration.choices
         total = _ENDLESS if budget is None else budget
         spec = replace(self.spec, total_bytes=total, context_bytes=self.spec.typical_context_bytes)
-        conf = alteration.alloc_conf or self._alloc_conf
+        conf = alteration.alloc_conf or self._options.alloc_conf
         conf = next((choice.setting.conf for choice in choices if choice.name == STARTING), conf)  # type: ignore[attr-defined]
-        gpu = VirtualGPU(spec, alloc_conf=conf)
+        gpu = VirtualGPU(replace(self._options, gpu=spec, alloc_conf=conf))
         attached: list[tuple[nn.Module, Any]] = []
         setup: list[int] = []
         failed = False

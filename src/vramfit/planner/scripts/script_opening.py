@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from vramfit.errors import UsageError
+from vramfit.options.run_options import RunOptions
 from vramfit.planner.planner_job import DeviceMemory
 from vramfit.planner.scripts.script_backend import ScriptBackend
 from vramfit.planner.scripts.script_workload import ScriptWorkload
 
 
 def opened_program(
-    memory: DeviceMemory, program: Sequence[str], progress: Callable[[str], None]
+    memory: DeviceMemory, program: Sequence[str], run: RunOptions | None, progress: Callable[[str], None]
 ) -> tuple[ScriptBackend, ScriptWorkload]:
     """Where a program is run with techniques, and the program as a workload.
+
+    Args:
+        run: how it is run beside its card.
 
     Raises:
         UsageError: no virtual card is meant, or the program trains no model that techniques can be attached to.
@@ -21,6 +26,7 @@ def opened_program(
     """
     if memory.device != "cuda" or memory.gpu is None:
         raise UsageError("a program is planned for on a virtual card", "Choose it: --gpu NAME")
-    device = ScriptBackend(memory.gpu, program, alloc_conf=memory.alloc_conf, host_bytes=memory.host_bytes)
+    options = replace(run or RunOptions(), gpu=memory.gpu, alloc_conf=memory.alloc_conf)
+    device = ScriptBackend(options, program, host_bytes=memory.host_bytes)
     progress("what the program trains")
     return device, device.workload()

@@ -1,0 +1,75 @@
+"""When ``vramfit run`` tries remedies on a program, and for how long."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vramfit.cli.printing import showing
+from vramfit.errors import UsageError
+
+if TYPE_CHECKING:
+    from vramfit.analysis import Verdict
+    from vramfit.options.run_options import RunOptions
+    from vramfit.trace import Run
+    from vramfit.trace.tried_remedies import TriedRemedies
+
+AUTO, NONE = "auto", "none"
+
+
+def remedies_choice(text: str | None) -> float | None:
+    """Seconds that remedies are tried for, whatever the verdict; 0 for never, None for where it does not fit.
+
+    Raises:
+        UsageError: it is neither ``auto`` nor ``none`` nor a number of seconds.
+    """
+    if text is None or text == AUTO:
+        return None
+    if text == NONE:
+        return 0.0
+    try:
+        seconds = float(text.removesuffix("s"))
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise UsageError(f"--remedies {text} is no choice", "Write auto, none, or a number of seconds")
+    return seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Tries:
+    """Remedies for one program.
+
+    Attributes:
+        choice: as `remedies_choice` gives it.
+        command: what python was given.
+        options: how it was run.
+    """
+
+    choice: float | None
+    command: list[str]
+    options: RunOptions
+
+    def seconds(self, run: Run, verdict: Verdict) -> float:
+        """For how long to try: as long as the run took, a minute at least, where it does not fit; 0 for not at all."""
+        from vramfit.planner.remedies.tried import LEAST_SECONDS
+
+        if self.options.gpu is None or self.options.gpus > 1:
+            return 0.0
+        if self.choice is not None:
+            return self.choice
+        interrupted = run.progress.is_cut and not run.progress.was_asked_for
+        return max(LEAST_SECONDS, run.seconds_wall) if verdict.fits is False and not interrupted else 0.0
+
+    def tried(self, seconds: float) -> TriedRemedies:
+        """Try them; a line of the terminal says what is being tried."""
+        from vramfit.planner.remedies.tried import tried_remedies
+        from vramfit.trace.tried_remedies import TriedRemedies
+
+        try:
+            with showing() as progress:
+                progress("trying what makes it fit")
+                return tried_remedies(self.command, self.options, seconds, progress)
+        except KeyboardInterrupt:
+            return TriedRemedies(why_not="it was interrupted")
