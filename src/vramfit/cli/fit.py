@@ -10,6 +10,7 @@ import typer
 from vramfit.cli import options
 from vramfit.cli.fit_ranks import FitOptions, fit_ranks
 from vramfit.cli.printing import check_outputs, print_result, showing, wide_console
+from vramfit.cli.program import planned_program
 from vramfit.cli.run_parameters import with_run_options
 from vramfit.errors import UsageError
 from vramfit.options.declaration import SEVERAL_CARDS
@@ -39,7 +40,7 @@ def fit_command(
     workload: Annotated[
         str,
         typer.Argument(
-            metavar="FILE.py:WORKLOAD", help="The file and the Workload in it; a script with --ranks."
+            metavar="SCRIPT | FILE.py:WORKLOAD", help="The program, or a file and the Workload in it."
         ),
     ],
     arguments: Annotated[
@@ -96,6 +97,10 @@ def fit_command(
         options.check_alloc_conf(run.alloc_conf)
         sought = FitOptions(ranks=ranks, largest=largest, at_least=at_least, most=most_ranks)
         fit_ranks(workload, arguments or [], run, sought, json)
+    program = planned_program(workload, arguments, None, has_card=run.gpu is not None)
+    if program:
+        _refuse_workload_options(device=device, size=size, card=card)
+        arguments = None
     of_script = {name: True for name in given_options(run) if name not in ("gpu", "alloc_conf")}
     _refuse_script_options(arguments, **of_script, most_ranks=most_ranks)
     room = options.room_of(run.gpu, device, budget, margin, host_budget, run.alloc_conf)
@@ -110,6 +115,7 @@ def fit_command(
             plan=plan,
             card=card,
             progress=progress,
+            program=program,
         )
     from vramfit.report import json_text, print_report
 
@@ -121,6 +127,15 @@ def fit_command(
     )
     if found.value < (at_least or 1):
         raise typer.Exit(DOES_NOT_FIT)
+
+
+def _refuse_workload_options(**given: object) -> None:
+    """Make sure that nothing is asked of a program that only a workload has."""
+    for name, value in given.items():
+        if value:
+            raise UsageError(
+                f"--{name} is for a workload", "Give the program's own arguments behind --, and leave it out"
+            )
 
 
 def _refuse_script_options(arguments: list[str] | None, **given: object) -> None:

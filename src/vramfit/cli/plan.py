@@ -89,7 +89,7 @@ def plan_command(
     all the same; the exit code is 130 then.
     """
     _check(output, json, frontier, numerics)
-    program = planned_program(workload, arguments, module, gpu=gpu)
+    program = planned_program(workload, arguments, module, has_card=gpu is not None)
     if program:
         _check_for_program(size, device, objective)
     if objective == "price":

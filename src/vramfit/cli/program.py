@@ -246,12 +246,12 @@ def program_command(module: str | None, program: list[str]) -> list[str]:
 
 
 def planned_program(
-    target: str | None, arguments: list[str] | None, module: str | None, *, gpu: str | None
+    target: str | None, arguments: list[str] | None, module: str | None, *, has_card: bool
 ) -> list[str]:
     """The command line of the program that a verb is about; empty where it is a workload.
 
     Args:
-        gpu: the card that was chosen, for a hint where none was.
+        has_card: whether a card was chosen: a hint says where it belongs if it stands behind the program.
 
     Raises:
         UsageError: there is neither, or both.
@@ -269,7 +269,7 @@ def planned_program(
             'Write it last: vramfit plan --gpu "RTX 4090" train.py',
         )
     command = program_command(module, words)
-    if gpu is None and any(word == "--gpu" or word.startswith("--gpu=") for word in command[1:]):
+    if not has_card and any(word == "--gpu" or word.startswith("--gpu=") for word in command[1:]):
         raise UsageError(
             "--gpu stands behind the program, and is the program's own there",
             f'Write it first: vramfit plan --gpu "RTX 4090" {command[0]}',

@@ -118,9 +118,11 @@ def answered(
     *,
     progress: Progress | None = None,
     seconds: float | None = None,
+    program: Sequence[str] = (),
 ) -> Answer[Result]:
-    """`ask` about a workload's file, with what else the child says."""
-    return _found(run_job(job_of(question, target, memory), question.result_type(), progress, seconds))
+    """`ask` about a workload's file, or about a program, with what else the child says."""
+    job = job_of(question, target, memory, program=program)
+    return _found(run_job(job, question.result_type(), progress, seconds))
 
 
 def job_of(

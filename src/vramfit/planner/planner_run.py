@@ -156,10 +156,12 @@ def fit_in_child(
     plan: Path | None = None,
     card: bool | None = None,
     progress: Progress | None = None,
+    program: Sequence[str] = (),
 ) -> LargestSize:
     """The largest value of a size of ``FILE.py:NAME`` that fits, in a process of its own.
 
     Args:
+        program: the command line of a program in its place: its size is an option of that, or its loader's batch.
         size: the name of the size; None for the workload's first.
         sizes: where to begin, and the other sizes.
         card: whether what was found is confirmed on this machine's card; None does so if it is of the kind of `memory`.
@@ -175,9 +177,9 @@ def fit_in_child(
     sizes, file = dict(sizes or {}), None if plan is None else os.path.abspath(plan)
     space = memory.settled()
     question = SizeQuestion(size=size, sizes=sizes, plan=file)
-    answer = answered(question, target, space, progress=progress)
+    answer = answered(question, target, space, progress=progress, program=program)
     largest = answer.found
-    if memory.gpu is None or not largest.value or not (answer.card_here if card is None else card):
+    if program or memory.gpu is None or not largest.value or not (answer.card_here if card is None else card):
         return largest
     on_card = SizeOnCardQuestion(
         size=largest.size, value=largest.value, sizes=sizes, plan=file, any_card=card is True

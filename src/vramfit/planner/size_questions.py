@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from vramfit.errors import UsageError
 from vramfit.planner.devices.card_backend import another_card, card_of
@@ -12,6 +13,9 @@ from vramfit.planner.planner_questions import PlannerQuestion, QuestionContext
 from vramfit.planner.plans import Plan, sizes_of
 from vramfit.planner.workload_check import check_workload
 from vramfit.techniques import with_choices
+
+if TYPE_CHECKING:
+    from vramfit.planner.scripts.script_workload import ScriptWorkload
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,12 +34,18 @@ class SizeQuestion(PlannerQuestion[LargestSize]):
 
     def answer(self, asked: QuestionContext) -> LargestSize:
         """See `PlannerQuestion.answer`."""
+        from vramfit.planner.scripts.script_workload import ScriptWorkload
+
         workload, memory = asked.workload, asked.memory
+        is_program = isinstance(workload, ScriptWorkload)
+        if isinstance(workload, ScriptWorkload) and self.size is not None:
+            workload = workload.sized(*option_value(workload, self.size))
         sizes = sizes_of(workload, self.sizes)
-        name = self.size or next(iter(workload.sizes))
+        name = next(iter(workload.sizes)) if is_program else self.size or next(iter(workload.sizes))
         if name not in sizes:
             raise UsageError(f"the workload has no size {name!r}", f"It has {', '.join(sizes)}")
-        check_workload(workload, sizes, asked.progress)
+        if not is_program:
+            check_workload(workload, sizes, asked.progress)
         host_limit = None
         if self.plan is not None:
             plan = Plan.load(self.plan)
@@ -44,6 +54,23 @@ class SizeQuestion(PlannerQuestion[LargestSize]):
         return SizeSearch(
             asked.device, workload, sizes, name, memory.limit, asked.progress, host_limit
         ).largest()
+
+
+def option_value(script: ScriptWorkload, name: str) -> tuple[str, int]:
+    """An option of a program's command line, as it is written, and its value.
+
+    Raises:
+        UsageError: the program has no such option of whole numbers.
+    """
+    wanted = name.lstrip("-").replace("_", "-")
+    for option in script.seen.options:
+        if option.flag.lstrip("-").replace("_", "-") == wanted and not option.is_flag:
+            return option.flag, max(1, option.value)
+    known = ", ".join(option.flag for option in script.seen.options if not option.is_flag)
+    raise UsageError(
+        f"the program has no option {name!r} with a whole number",
+        f"It has {known}" if known else "Leave --largest out to vary its loader's batch size",
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

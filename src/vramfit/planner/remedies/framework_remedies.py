@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from vramfit.planner.remedies.alteration import Alteration, KeywordChange
+from vramfit.planner.remedies.batch_change import trainer_arguments
 from vramfit.planner.remedies.remedy import (
     AUTOCAST,
     AUTOCAST_CHANGES,
@@ -15,7 +16,6 @@ from vramfit.planner.remedies.remedy import (
     EIGHT_BITS_CHANGES,
     Remedy,
     Subject,
-    flag_of,
 )
 from vramfit.trace.observed_program import Framework
 
@@ -48,38 +48,9 @@ def _trainer(subject: Subject) -> Iterator[Remedy]:
         yield _of_trainer(subject, EIGHT_BITS, {"optim": optimizer}, EIGHT_BITS_CHANGES, weight=3)
 
 
-def trainer_batch(subject: Subject, divisor: int) -> Remedy | None:
-    """Smaller batches whose gradients are added up to those of the whole; None where they cannot be cut so."""
-    settings = subject.seen.settings
-    size = settings.get("per_device_train_batch_size")
-    if not isinstance(size, int) or size % divisor or size == divisor - 1:
-        return None
-    accumulated = int(settings.get("gradient_accumulation_steps") or 1)
-    values = {
-        "per_device_train_batch_size": size // divisor,
-        "gradient_accumulation_steps": accumulated * divisor,
-    }
-    return _of_trainer(
-        subject, f"batch {size // divisor}, {accumulated * divisor} a step", values, "", weight=4
-    )
-
-
 def _of_trainer(subject: Subject, name: str, values: dict[str, Any], changes: str, *, weight: int) -> Remedy:
-    """A remedy that is arguments of TrainingArguments: on the command line where the program reads them there."""
-    if flag_of(subject, "per_device_train_batch_size") is not None:  # it reads them all on its command line
-        arguments = tuple((f"--{key}", str(value)) for key, value in values.items())
-        alteration = Alteration(arguments=arguments)
-        words = " ".join(f"{flag} {value}" for flag, value in arguments)
-    else:
-        change = KeywordChange(
-            module="transformers.training_args",
-            kind="TrainingArguments",
-            values=tuple(values.items()),
-            is_dataclass=True,
-        )
-        alteration = Alteration(keywords=(change,))
-        words = f"TrainingArguments({', '.join(f'{key}={value!r}' for key, value in values.items())})"
-    return Remedy(name=name, alteration=alteration, how=(words,), changes=changes, weight=weight)
+    change = trainer_arguments(subject.seen, values)
+    return Remedy(name=name, alteration=change.alteration, how=change.how, changes=changes, weight=weight)
 
 
 def _eight_bits(now: str) -> str | None:

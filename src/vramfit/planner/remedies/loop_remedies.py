@@ -5,8 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 
-from vramfit.planner.remedies.alteration import Alteration, KeywordChange
-from vramfit.planner.remedies.framework_remedies import lightning_change, trainer_batch
+from vramfit.planner.remedies.alteration import Alteration
 from vramfit.planner.remedies.remedy import (
     AUTOCAST,
     AUTOCAST_CHANGES,
@@ -134,64 +133,3 @@ def _before_optimizer(subject: Subject) -> tuple[Frame, str] | None:
     if optimizer is None or optimizer.at is None or not optimizer.model_as:
         return None
     return optimizer.at, optimizer.model_as
-
-
-# -- the batch -------------------------------------------------------------------------------------------------------
-
-
-def with_batch(subject: Subject, size: int) -> Remedy | None:
-    """Another batch size, by the program's own option or where its loader is made; None where it has neither."""
-    seen, own = subject.seen, batch_size(subject)
-    if own is None or size >= own:
-        return None
-    changes = f"batches of {size} in place of {own}"
-    name = f"batch {size}"
-    if seen.framework is Framework.TRAINER:
-        return trainer_batch(subject, own // size) if own % size == 0 else None
-    extra: tuple[KeywordChange, ...] = ()
-    told: tuple[str, ...] = ()
-    if seen.framework is Framework.LIGHTNING and own % size == 0:
-        times = own // size * max(1, int(seen.settings.get("accumulate_grad_batches") or 1))
-        extra, told = (
-            lightning_change({"accumulate_grad_batches": times}),
-            (f"Trainer(accumulate_grad_batches={times})",),
-        )
-        changes = ""
-    options = [option for option in seen.options if not option.is_flag and option.value == own]
-    batch_options = [option for option in options if "batch" in option.flag] or options
-    if len(batch_options) == 1:
-        flag = batch_options[0].flag
-        alteration = Alteration(arguments=((flag, str(size)),), keywords=extra)
-        return Remedy(
-            name=name, alteration=alteration, how=(f"{flag} {size}", *told), changes=changes, weight=5
-        )
-    loader = next((one for one in seen.loaders if one.batch_size == own), None)
-    if loader is None or loader.at is None:
-        return None
-    change = KeywordChange(
-        module="torch.utils.data.dataloader",
-        kind="DataLoader",
-        values=(("batch_size", size),),
-        only=(("batch_size", own),),
-    )
-    place = f"{loader.at.filename.rpartition('/')[2]}:{loader.at.line}"
-    return Remedy(
-        name=name,
-        alteration=Alteration(keywords=(change, *extra)),
-        how=(f"DataLoader(batch_size={size}) in {place}", *told),
-        changes=changes,
-        weight=5,
-    )
-
-
-def batch_size(subject: Subject) -> int | None:
-    """The examples of a batch that the program was seen to take; None where nothing says how many."""
-    seen = subject.seen
-    settings = seen.settings.get("per_device_train_batch_size")
-    if isinstance(settings, int) and settings:
-        return settings
-    loaded = next((loader.batch_size for loader in seen.loaders if loader.batch_size), None)
-    if loaded is not None:
-        return loaded
-    shape = next((shape for shape in subject.main.shapes if shape), None)
-    return shape[0] if shape else None

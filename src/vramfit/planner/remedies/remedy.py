@@ -76,16 +76,3 @@ class Subject:
 AUTOCAST_CHANGES = "products and their activations have 8 bits of precision (bfloat16)"
 EIGHT_BITS_CHANGES = "the optimizer's averages are kept in 8 bits"
 ROUNDED_LOSS = "the loss is summed in another order"
-
-
-def flag_of(subject: Subject, flag: str) -> str | None:
-    """An option of the program's own command line, as it is written; None where it has none of that name."""
-    wanted = flag.replace("_", "-").lstrip("-")
-    return next(
-        (
-            option.flag
-            for option in subject.seen.options
-            if option.flag.replace("_", "-").lstrip("-") == wanted
-        ),
-        None,
-    )

@@ -17,8 +17,10 @@ from vramfit.errors import VramfitError
 from vramfit.gpus import GpuSpec, catalogue
 from vramfit.planner.devices.cost import StepCost
 from vramfit.planner.remedies.alteration import NOTHING, Alteration
+from vramfit.planner.remedies.batch_change import batch_size
+from vramfit.planner.remedies.batch_remedies import with_batch
 from vramfit.planner.remedies.framework_remedies import framework_remedies
-from vramfit.planner.remedies.loop_remedies import batch_size, loop_remedies, with_batch
+from vramfit.planner.remedies.loop_remedies import loop_remedies
 from vramfit.planner.remedies.remedy import (
     AUTOCAST,
     CHECKPOINTING,
@@ -107,7 +109,7 @@ class RemedyRuns:
         )
 
     def _halved(self) -> Remedy | None:
-        size = batch_size(self.subject)
+        size = batch_size(self.subject.seen)
         return None if size is None or size < 2 else with_batch(self.subject, size // 2)
 
     def _with_plan(self, technique: str) -> str:
@@ -154,7 +156,7 @@ class RemedyRuns:
 
     def _try_batches(self) -> None:
         """The largest batch that fits with nothing else, or with all that was put together where nothing fits."""
-        size = batch_size(self.subject)
+        size = batch_size(self.subject.seen)
         if size is None or size < 2:
             return
         base = None if self._fitting() else self._together()

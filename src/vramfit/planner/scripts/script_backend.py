@@ -20,9 +20,10 @@ from vramfit.planner.devices.cost import StepCost, profile_of
 from vramfit.planner.devices.same_start import between_steps, same_start
 from vramfit.planner.devices.virtual_backend import VirtualMeter, WatchedStep, categories_of, watched_step
 from vramfit.planner.remedies.alteration import NOTHING, Alteration
+from vramfit.planner.remedies.batch_change import batch_alteration
 from vramfit.planner.scripts.script_place import run_here
 from vramfit.planner.scripts.script_steps import ScriptSteps
-from vramfit.planner.scripts.script_workload import ScriptWorkload, choices_of, script_workload
+from vramfit.planner.scripts.script_workload import ScriptWorkload, choices_of, script_of, script_workload
 from vramfit.planner.step_profiler import StepProfile, StepProfiler
 from vramfit.planner.workload_check import brief
 from vramfit.techniques import Profile
@@ -137,8 +138,28 @@ class ScriptBackend:
         Raises:
             VramfitError: the program failed for another reason than memory.
         """
-        del sizes
-        return self.altered_cost(Alteration(choices=choices_of(workload)), budget)
+        script = script_of(workload)
+        changed = NOTHING
+        for name, value in sizes.items():
+            if value != script.sizes[name]:
+                changed += self._with_size(script, value)
+        return self.altered_cost(changed + Alteration(choices=choices_of(workload)), budget)
+
+    def _with_size(self, script: ScriptWorkload, value: int) -> Alteration:
+        """The program with another value of its size.
+
+        Raises:
+            UsageError: nothing says where its batch size is set.
+        """
+        if script.option:
+            return Alteration(arguments=((script.option, str(value)),))
+        found = batch_alteration(script.seen, value)
+        if found is None:
+            raise UsageError(
+                "the program's batch size is neither an option of its command line nor that of a DataLoader",
+                "Name an option of the program: vramfit fit --largest NAME",
+            )
+        return found.alteration
 
     def altered_cost(self, alteration: Alteration, budget: int | None = None) -> StepCost:
         """The same of the program as something alters it.

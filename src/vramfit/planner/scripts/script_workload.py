@@ -28,11 +28,18 @@ class ScriptWorkload(Workload):
         command: what python is given.
         target: the model that techniques are for.
         seen: what the plain program was seen to train.
+        option: of the program's command line, which its size is the value of; empty where that is its batch, as its
+            loader or its option makes it.
     """
 
     command: tuple[str, ...]
     target: TrainedTarget
     seen: ObservedProgram
+    option: str = ""
+
+    def sized(self, option: str, value: int) -> ScriptWorkload:
+        """The same with the value of an option of its command line as its size."""
+        return replace(self, option=option, sizes={option.lstrip("-"): value})
 
     def check_promises(self, plan: Plan, clock: SearchClock) -> Compared:
         """Compare a plan's gradients with the plain program's; see script_comparison.py."""
@@ -65,6 +72,13 @@ def aim_of(script: ScriptWorkload, aim: PlanTarget) -> PlanTarget:
         model_parameters=script.target.parameters,
         trained_parameters=script.target.trained,
     )
+
+
+def script_of(workload: Workload) -> ScriptWorkload:
+    """The program of a candidate."""
+    base = workload.base if isinstance(workload, AppliedWorkload) else workload
+    assert isinstance(base, ScriptWorkload)
+    return base
 
 
 def choices_of(workload: Workload) -> tuple[Choice, ...]:
