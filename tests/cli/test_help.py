@@ -100,5 +100,6 @@ def test_options_of_a_long_list_are_in_groups(help_of: Callable[..., str]) -> No
         "What is assumed",
         "When it ends, and the files that it writes",
         "What is written",
+        "A plan",
         "A real run to compare with",
     ]

@@ -20,9 +20,10 @@ from vramfit.errors import UsageError
 from vramfit.planner import gradient_check
 from vramfit.planner.api import plan as plan_for
 from vramfit.planner.candidates import Candidates
+from vramfit.planner.comparing import Compared
 from vramfit.planner.devices.cost import StepCost
 from vramfit.planner.devices.virtual_backend import VirtualBackend
-from vramfit.planner.gradient_check import Compared, promised_plan
+from vramfit.planner.gradient_check import promised_plan
 from vramfit.planner.largest_size import search_for
 from vramfit.planner.plan_file import plan_from_toml, plan_to_toml
 from vramfit.planner.plan_question import PlanQuestion

@@ -20,8 +20,8 @@ from vramfit.cli.ranks import (
     tell,
     world_of,
 )
-from vramfit.cli.remedies import Tries, remedies_choice
 from vramfit.cli.run_parameters import with_run_options
+from vramfit.cli.run_remedies import RemedyTries, remedies_choice
 from vramfit.cli.where import (
     DEFAULT_TOLERANCE,
     compare,
@@ -150,7 +150,7 @@ def run_command(
         found_run = planned.told(found_run)
     found, misfit = compare(reference, found_run)
     plain = planned is None and reference is None
-    verdict = _tell(found_run, found, outputs, Tries(tries, command, run) if plain else None)
+    verdict = _tell(found_run, found, outputs, RemedyTries(tries, command, run) if plain else None)
     if journal is not None:
         journal.unlink(missing_ok=True)
     if misfit is not None:
@@ -239,7 +239,7 @@ class _Outputs:
             check_trace_name(self.trace)
 
 
-def _tell(run: Run, found: Reconciliation | None, outputs: _Outputs, tries: Tries | None) -> Verdict:
+def _tell(run: Run, found: Reconciliation | None, outputs: _Outputs, tries: RemedyTries | None) -> Verdict:
     """Judge a run and print the report; try remedies, write the files, and print what was tried.
 
     The report is printed before anything else is run, and what was tried even where a file cannot be written.

@@ -14,12 +14,13 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import nn
 
 from vramfit.errors import UsageError
+from vramfit.planner.comparing import Compared, ComparesItself
 from vramfit.planner.devices.cost import DeviceBackend
 from vramfit.planner.devices.virtual_backend import VirtualBackend
 from vramfit.planner.largest_size import search_for
@@ -76,30 +77,6 @@ times as much, with the gradients of the other beside it."""
 
 COMPILING = frozenset({"compile", "low-bit-optimizer"})
 """Techniques that compile code of their own for the CPU, which takes minutes and is not the card's."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Compared:
-    """The result of a comparison.
-
-    Attributes:
-        note: what was compared and how it ended, or why nothing was; a sentence, empty where there is nothing to say.
-        fault: the technique that does not keep its promise; None where all do, or nothing was compared.
-        by: what was compared, in words; empty where nothing was.
-    """
-
-    note: str = ""
-    fault: Choice | None = None
-    by: str = ""
-
-
-@runtime_checkable
-class ComparesItself(Protocol):
-    """A workload whose parts nobody can run apart, such as a program."""
-
-    def check_promises(self, plan: Plan, clock: SearchClock) -> Compared:
-        """Hold a plan's techniques to their promises."""
-        ...
 
 
 def check_promises(workload: Workload, plan: Plan, clock: SearchClock | None = None) -> Compared:

@@ -1,6 +1,6 @@
 """Results as text: the terminal and JSON. Values in, text out; nothing here measures."""
 
-from vramfit.report import against, fragmentation, leaks, remedies, terminal  # noqa: F401 - each registers its reports
+from vramfit.report import against, fragmentation, leaks, remedy_table, terminal  # noqa: F401 - each registers its reports
 from vramfit.report.check import CHECK_SCHEMA as CHECK_SCHEMA
 from vramfit.report.check import Check as Check
 from vramfit.report.diff import DIFF_SCHEMA as DIFF_SCHEMA

@@ -11,11 +11,11 @@ from vramfit.planner.remedies.batch_change import (
     trainer_arguments,
 )
 from vramfit.planner.remedies.framework_remedies import lightning_change
-from vramfit.planner.remedies.remedy import Remedy, Subject
+from vramfit.planner.remedies.program_remedy import ProgramRemedy, TrainedProgram
 from vramfit.trace.observed_program import Framework
 
 
-def with_batch(subject: Subject, size: int) -> Remedy | None:
+def with_batch(subject: TrainedProgram, size: int) -> ProgramRemedy | None:
     """Smaller batches; None where nothing says where their size is set, or a step cannot be made of them."""
     seen, own = subject.seen, batch_size(subject.seen)
     if own is None or not 0 < size < own:
@@ -37,5 +37,5 @@ def with_batch(subject: Subject, size: int) -> Remedy | None:
     return _remedy(f"batch {size}", found, f"a step is of {size} examples, not {own}")
 
 
-def _remedy(name: str, change: BatchChange, changes: str) -> Remedy:
-    return Remedy(name=name, alteration=change.alteration, how=change.how, changes=changes, weight=5)
+def _remedy(name: str, change: BatchChange, changes: str) -> ProgramRemedy:
+    return ProgramRemedy(name=name, alteration=change.alteration, how=change.how, changes=changes, weight=5)

@@ -8,19 +8,19 @@ from typing import Any
 
 from vramfit.planner.remedies.alteration import Alteration, KeywordChange
 from vramfit.planner.remedies.batch_change import trainer_arguments
-from vramfit.planner.remedies.remedy import (
+from vramfit.planner.remedies.program_remedy import (
     AUTOCAST,
     AUTOCAST_CHANGES,
     CHECKPOINTING,
     EIGHT_BITS,
     EIGHT_BITS_CHANGES,
-    Remedy,
-    Subject,
+    ProgramRemedy,
+    TrainedProgram,
 )
 from vramfit.trace.observed_program import Framework
 
 
-def framework_remedies(subject: Subject) -> Iterator[Remedy]:
+def framework_remedies(subject: TrainedProgram) -> Iterator[ProgramRemedy]:
     """Those of the framework whose loop the program runs."""
     framework = subject.seen.framework
     if framework is Framework.TRAINER:
@@ -34,7 +34,7 @@ def framework_remedies(subject: Subject) -> Iterator[Remedy]:
 # -- Trainer ---------------------------------------------------------------------------------------------------------
 
 
-def _trainer(subject: Subject) -> Iterator[Remedy]:
+def _trainer(subject: TrainedProgram) -> Iterator[ProgramRemedy]:
     settings = subject.seen.settings
     if not settings.get("bf16"):
         values: dict[str, Any] = {"bf16": True}
@@ -48,9 +48,13 @@ def _trainer(subject: Subject) -> Iterator[Remedy]:
         yield _of_trainer(subject, EIGHT_BITS, {"optim": optimizer}, EIGHT_BITS_CHANGES, weight=3)
 
 
-def _of_trainer(subject: Subject, name: str, values: dict[str, Any], changes: str, *, weight: int) -> Remedy:
+def _of_trainer(
+    subject: TrainedProgram, name: str, values: dict[str, Any], changes: str, *, weight: int
+) -> ProgramRemedy:
     change = trainer_arguments(subject.seen, values)
-    return Remedy(name=name, alteration=change.alteration, how=change.how, changes=changes, weight=weight)
+    return ProgramRemedy(
+        name=name, alteration=change.alteration, how=change.how, changes=changes, weight=weight
+    )
 
 
 def _eight_bits(now: str) -> str | None:
@@ -65,10 +69,10 @@ def _eight_bits(now: str) -> str | None:
 # -- Lightning -------------------------------------------------------------------------------------------------------
 
 
-def _lightning(subject: Subject) -> Iterator[Remedy]:
+def _lightning(subject: TrainedProgram) -> Iterator[ProgramRemedy]:
     precision = str(subject.seen.settings.get("precision", ""))
-    if precision in ("32-true", "32", "16-mixed", ""):
-        yield Remedy(
+    if precision in ("32-true", "32", ""):
+        yield ProgramRemedy(
             name=AUTOCAST,
             alteration=Alteration(keywords=lightning_change({"precision": "bf16-mixed"})),
             how=('Trainer(precision="bf16-mixed")',),
@@ -88,12 +92,12 @@ def lightning_change(values: dict[str, Any]) -> tuple[KeywordChange, ...]:
 # -- Accelerate ------------------------------------------------------------------------------------------------------
 
 
-def _accelerate(subject: Subject) -> Iterator[Remedy]:
+def _accelerate(subject: TrainedProgram) -> Iterator[ProgramRemedy]:
     if subject.seen.settings.get("mixed_precision") != "bf16":
         change = KeywordChange(
             module="accelerate.accelerator", kind="Accelerator", values=(("mixed_precision", "bf16"),)
         )
-        yield Remedy(
+        yield ProgramRemedy(
             name=AUTOCAST,
             alteration=Alteration(keywords=(change,)),
             how=('Accelerator(mixed_precision="bf16")',),

@@ -6,14 +6,14 @@ import importlib.util
 from collections.abc import Iterator
 
 from vramfit.planner.remedies.alteration import Alteration
-from vramfit.planner.remedies.remedy import (
+from vramfit.planner.remedies.program_remedy import (
     AUTOCAST,
     AUTOCAST_CHANGES,
     CHECKPOINTING,
     EIGHT_BITS,
     EIGHT_BITS_CHANGES,
-    Remedy,
-    Subject,
+    ProgramRemedy,
+    TrainedProgram,
 )
 from vramfit.planner.remedies.source_edits import inserted_before, with_other_call, wrapped
 from vramfit.techniques.support.blocks import find_blocks
@@ -31,14 +31,14 @@ _NOT_IN_EIGHT_BITS = frozenset({"fused", "foreach", "capturable", "maximize", "d
 """Keywords of torch's Adam that those in 8 bits do not have."""
 
 
-def loop_remedies(subject: Subject) -> Iterator[Remedy]:
+def loop_remedies(subject: TrainedProgram) -> Iterator[ProgramRemedy]:
     """Autocast around the forward pass, checkpointing of the blocks, and the optimizer in 8 bits."""
     for make in (_autocast, _checkpointing, _eight_bits):
         if (remedy := make(subject)) is not None:
             yield remedy
 
 
-def _autocast(subject: Subject) -> Remedy | None:
+def _autocast(subject: TrainedProgram) -> ProgramRemedy | None:
     """The statements from the forward pass up to the backward pass, under autocast."""
     seen, backward = subject.seen, subject.seen.backward_at
     if seen.autocast or seen.framework is not Framework.NONE or backward is None:
@@ -56,7 +56,7 @@ def _autocast(subject: Subject) -> Remedy | None:
     edit = wrapped(frame, backward, 'with torch.autocast("cuda", dtype=torch.bfloat16):', subject.root)
     if edit is None:
         return None
-    return Remedy(
+    return ProgramRemedy(
         name=AUTOCAST,
         alteration=Alteration(edits=(edit,)),
         how=(edit.words,),
@@ -65,7 +65,7 @@ def _autocast(subject: Subject) -> Remedy | None:
     )
 
 
-def _checkpointing(subject: Subject) -> Remedy | None:
+def _checkpointing(subject: TrainedProgram) -> ProgramRemedy | None:
     """The model's own checkpointing where it has some, else torch's of each of its blocks."""
     place = _before_optimizer(subject)
     if place is None:
@@ -78,10 +78,12 @@ def _checkpointing(subject: Subject) -> Remedy | None:
     edit = inserted_before(at, lines, subject.root) if lines else None
     if edit is None:
         return None
-    return Remedy(name=CHECKPOINTING, alteration=Alteration(edits=(edit,)), how=(edit.words,), weight=2)
+    return ProgramRemedy(
+        name=CHECKPOINTING, alteration=Alteration(edits=(edit,)), how=(edit.words,), weight=2
+    )
 
 
-def _checkpointed_blocks(subject: Subject, model: str) -> tuple[str, ...]:
+def _checkpointed_blocks(subject: TrainedProgram, model: str) -> tuple[str, ...]:
     """Lines that checkpoint the blocks of a model."""
     paths = [block.path for block in find_blocks(subject.model) if block.path]
     parents = {path.rpartition(".")[0] for path in paths if path.rpartition(".")[2].isdecimal()}
@@ -99,7 +101,7 @@ def _checkpointed_blocks(subject: Subject, model: str) -> tuple[str, ...]:
     )
 
 
-def _eight_bits(subject: Subject) -> Remedy | None:
+def _eight_bits(subject: TrainedProgram) -> ProgramRemedy | None:
     """The optimizer of torchao or bitsandbytes in the place of torch's Adam."""
     optimizer = _optimizer(subject)
     if optimizer is None or optimizer.at is None or optimizer.kind not in ("Adam", "AdamW"):
@@ -113,7 +115,7 @@ def _eight_bits(subject: Subject) -> Remedy | None:
     edit = with_other_call(optimizer.at, optimizer.kind, new, _NOT_IN_EIGHT_BITS, subject.root)
     if edit is None:
         return None
-    return Remedy(
+    return ProgramRemedy(
         name=EIGHT_BITS,
         alteration=Alteration(edits=(edit,)),
         how=(edit.words,),
@@ -122,12 +124,12 @@ def _eight_bits(subject: Subject) -> Remedy | None:
     )
 
 
-def _optimizer(subject: Subject) -> ObservedOptimizer | None:
+def _optimizer(subject: TrainedProgram) -> ObservedOptimizer | None:
     own = [subject.seen.optimizers[number] for number in subject.main.optimizers]
     return max(own, key=lambda one: one.parameters, default=None)
 
 
-def _before_optimizer(subject: Subject) -> tuple[Frame, str] | None:
+def _before_optimizer(subject: TrainedProgram) -> tuple[Frame, str] | None:
     """The line that makes the optimizer, and what its scope calls the model."""
     optimizer = _optimizer(subject)
     if optimizer is None or optimizer.at is None or not optimizer.model_as:

@@ -26,7 +26,7 @@ class RemediesQuestion(PlannerQuestion[TriedRemedies]):
     def answer(self, asked: QuestionContext) -> TriedRemedies:
         """See `PlannerQuestion.answer`."""
         # The process that asks imports this module too, and has no use for what runs the tries.
-        from vramfit.planner.remedies.remedy import Subject
+        from vramfit.planner.remedies.program_remedy import TrainedProgram
         from vramfit.planner.remedies.remedy_runs import RemedyRuns
         from vramfit.planner.scripts.script_backend import ScriptBackend
         from vramfit.planner.scripts.script_workload import ScriptWorkload
@@ -36,7 +36,9 @@ class RemediesQuestion(PlannerQuestion[TriedRemedies]):
             raise UsageError("remedies are tried on a program", "Give a script")
         first = device.seen
         assert first is not None and first.model is not None
-        subject = Subject(command=script.command, seen=script.seen, model=first.model, root=Path(self.root))
+        subject = TrainedProgram(
+            command=script.command, seen=script.seen, model=first.model, root=Path(self.root)
+        )
         runs = RemedyRuns(
             device=device,
             subject=subject,

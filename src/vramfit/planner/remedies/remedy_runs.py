@@ -21,14 +21,14 @@ from vramfit.planner.remedies.batch_change import batch_size
 from vramfit.planner.remedies.batch_remedies import with_batch
 from vramfit.planner.remedies.framework_remedies import framework_remedies
 from vramfit.planner.remedies.loop_remedies import loop_remedies
-from vramfit.planner.remedies.remedy import (
+from vramfit.planner.remedies.program_remedy import (
     AUTOCAST,
     CHECKPOINTING,
     CHUNKS,
     EXPANDABLE,
     ROUNDED_LOSS,
-    Remedy,
-    Subject,
+    ProgramRemedy,
+    TrainedProgram,
 )
 from vramfit.planner.scripts.script_backend import ScriptBackend
 from vramfit.planner.workload_check import brief
@@ -56,12 +56,12 @@ class RemedyRuns:
     """
 
     device: ScriptBackend
-    subject: Subject
+    subject: TrainedProgram
     limit: int
     seconds: float
     told: Told = lambda _row: None
     _rows: list[TriedRemedy] = field(default_factory=list)
-    _by_row: dict[str, Remedy] = field(default_factory=dict)
+    _by_row: dict[str, ProgramRemedy] = field(default_factory=dict)
     _began: float = field(default_factory=time.monotonic)
     _last: float = 0.0
     _plain_seconds: float = 0.0
@@ -69,7 +69,7 @@ class RemedyRuns:
 
     def run(self) -> TriedRemedies:
         """Try what there is time for."""
-        self._try(Remedy(name=AS_IT_IS, alteration=NOTHING, how=()))
+        self._try(ProgramRemedy(name=AS_IT_IS, alteration=NOTHING, how=()))
         self._plain_seconds = self._rows[0].step_seconds
         self._rows[0] = replace(self._rows[0], plain_step_seconds=self._plain_seconds)
         singles = list(self._singles())
@@ -86,8 +86,8 @@ class RemedyRuns:
 
     # -- what is tried -----------------------------------------------------------------------------------------------
 
-    def _singles(self) -> Iterator[Remedy]:
-        found: dict[str, Remedy] = {}
+    def _singles(self) -> Iterator[ProgramRemedy]:
+        found: dict[str, ProgramRemedy] = {}
         for remedy in (*framework_remedies(self.subject), *loop_remedies(self.subject)):
             found.setdefault(remedy.name, remedy)
         yield from sorted(found.values(), key=lambda one: one.weight)
@@ -95,20 +95,20 @@ class RemedyRuns:
             yield halved
         if find_head(self.subject.model) is not None:
             choice = Choice(technique=find_technique("chunked-loss"), setting=ChunkedLossSetting())
-            yield Remedy(
+            yield ProgramRemedy(
                 name=CHUNKS,
                 alteration=Alteration(choices=(choice,)),
                 how=(self._with_plan("chunked-loss"),),
                 changes=ROUNDED_LOSS,
                 weight=2,
             )
-        yield Remedy(
+        yield ProgramRemedy(
             name=EXPANDABLE,
             alteration=Alteration(alloc_conf=CONF),
             how=(f"export PYTORCH_CUDA_ALLOC_CONF={CONF}",),
         )
 
-    def _halved(self) -> Remedy | None:
+    def _halved(self) -> ProgramRemedy | None:
         size = batch_size(self.subject.seen)
         return None if size is None or size < 2 else with_batch(self.subject, size // 2)
 
@@ -116,11 +116,11 @@ class RemedyRuns:
         command, card = shlex.join(self.subject.command), card_words(self.device.spec)
         return f"vramfit plan --gpu {card} --allow {technique} -o plan.toml {command}"
 
-    def _try_together(self, singles: list[Remedy]) -> None:
+    def _try_together(self, singles: list[ProgramRemedy]) -> None:
         """Checkpointing with autocast; then one more at a time until it fits, and less of it again while that fits."""
         able = {one.name: one for one in singles if self._row(one.name) is not None}
         autocast, checkpointing = able.get(AUTOCAST), able.get(CHECKPOINTING)
-        parts: list[Remedy] = []
+        parts: list[ProgramRemedy] = []
         if autocast is not None and checkpointing is not None:
             parts = [autocast, checkpointing]
             self._try(_together(parts))
@@ -136,7 +136,7 @@ class RemedyRuns:
                 self._leave_out(parts)
                 return
 
-    def _leave_out(self, parts: list[Remedy]) -> None:
+    def _leave_out(self, parts: list[ProgramRemedy]) -> None:
         """Leave out what is not needed, what slows the step down most first."""
         for remedy in sorted(parts, key=self._slows, reverse=True):
             rest = [part for part in parts if part is not remedy]
@@ -146,11 +146,11 @@ class RemedyRuns:
             if row is not None and row.fits:
                 parts = rest
 
-    def _saved(self, remedy: Remedy) -> int:
+    def _saved(self, remedy: ProgramRemedy) -> int:
         row = self._row(remedy.name)
         return 0 if row is None else self._rows[0].total_bytes - row.total_bytes
 
-    def _slows(self, remedy: Remedy) -> float:
+    def _slows(self, remedy: ProgramRemedy) -> float:
         row = self._row(remedy.name)
         return 0.0 if row is None else row.step_seconds
 
@@ -172,7 +172,7 @@ class RemedyRuns:
             else:
                 high = middle
 
-    def _fits_with(self, base: Remedy | None, value: int) -> bool:
+    def _fits_with(self, base: ProgramRemedy | None, value: int) -> bool:
         """Whether a batch size fits, with what was put together if that is given."""
         remedy = with_batch(self.subject, value)
         if remedy is None:
@@ -181,7 +181,7 @@ class RemedyRuns:
         known = self._row(remedy.name) or self._try(remedy)
         return known is not None and bool(known.fits)
 
-    def _together(self) -> Remedy | None:
+    def _together(self) -> ProgramRemedy | None:
         """The remedy that was run and needs least."""
         tried = [row for row in self._rows if row.total_bytes and row.name in self._by_row]
         best = min(tried, key=lambda row: row.total_bytes, default=None)
@@ -189,7 +189,7 @@ class RemedyRuns:
 
     # -- runs --------------------------------------------------------------------------------------------------------
 
-    def _try(self, remedy: Remedy) -> TriedRemedy | None:
+    def _try(self, remedy: ProgramRemedy) -> TriedRemedy | None:
         """Run a remedy; None where there is no time for it."""
         spent = time.monotonic() - self._began
         if self._rows and spent + self._last > self.seconds:
@@ -208,7 +208,7 @@ class RemedyRuns:
         self.told(row)
         return row
 
-    def _cost(self, remedy: Remedy) -> StepCost:
+    def _cost(self, remedy: ProgramRemedy) -> StepCost:
         cost = self.device.altered_cost(remedy.alteration, None)
         if cost.total_bytes <= self.limit:
             return cost
@@ -217,7 +217,7 @@ class RemedyRuns:
         within = self.device.altered_cost(remedy.alteration, self.limit)
         return within if within.fits else replace(cost, fits=False)
 
-    def _row_of(self, remedy: Remedy, cost: StepCost) -> TriedRemedy:
+    def _row_of(self, remedy: ProgramRemedy, cost: StepCost) -> TriedRemedy:
         return TriedRemedy(
             name=remedy.name,
             how=remedy.how,
@@ -250,7 +250,7 @@ class RemedyRuns:
         )
 
 
-def _together(parts: Sequence[Remedy]) -> Remedy:
+def _together(parts: Sequence[ProgramRemedy]) -> ProgramRemedy:
     """Several remedies as one, in the order of their weight."""
     found, *rest = sorted(parts, key=lambda one: (one.weight, one.name))
     for remedy in rest:

@@ -16,14 +16,17 @@ from vramfit.capture.observing.program_observer import observe_program
 from vramfit.errors import UsageError, VramfitError
 from vramfit.options.run_options import RunOptions
 from vramfit.patching import PatchStack
+from vramfit.planner.comparing import Compared
 from vramfit.planner.devices.cost import StepCost, profile_of
 from vramfit.planner.devices.same_start import between_steps, same_start
 from vramfit.planner.devices.virtual_backend import VirtualMeter, WatchedStep, categories_of, watched_step
+from vramfit.planner.plans import Plan
 from vramfit.planner.remedies.alteration import NOTHING, Alteration
 from vramfit.planner.remedies.batch_change import batch_alteration
 from vramfit.planner.scripts.script_place import run_here
 from vramfit.planner.scripts.script_steps import ScriptSteps
 from vramfit.planner.scripts.script_workload import ScriptWorkload, choices_of, script_of, script_workload
+from vramfit.planner.search_clock import SearchClock
 from vramfit.planner.step_profiler import StepProfile, StepProfiler
 from vramfit.planner.workload_check import brief
 from vramfit.techniques import Profile
@@ -113,8 +116,11 @@ class ScriptBackend:
         self._command = tuple(command)
         self._target: TrainedTarget | None = None
 
-    def workload(self) -> ScriptWorkload:
+    def workload(self, compare: Callable[[ScriptWorkload, Plan, SearchClock], Compared]) -> ScriptWorkload:
         """The program as a workload: the plain program is run for a step on an endless card.
+
+        Args:
+            compare: compares a plan's gradients with the plain program's.
 
         Raises:
             UsageError: it trains no model that techniques can be attached to.
@@ -122,7 +128,7 @@ class ScriptBackend:
         """
         found = self.seen = self.look(NOTHING)
         self._target = found_target(found.seen)
-        return script_workload(self._command, self._target, found.seen)
+        return script_workload(self._command, self._target, found.seen, compare)
 
     def look(self, alteration: Alteration = NOTHING) -> ScriptRun:
         """What the program trains, as its first step on an endless card shows.

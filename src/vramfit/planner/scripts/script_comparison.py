@@ -21,9 +21,10 @@ from vramfit.attaching.first_training import FirstTraining
 from vramfit.capture.observing.training_finder import TrainingFinder
 from vramfit.capture.optimizer_rounds import OptimizerRounds
 from vramfit.patching import PatchStack
+from vramfit.planner.comparing import Compared
 from vramfit.planner.devices.cpu_backend import cpu_seconds
 from vramfit.planner.devices.same_start import same_start
-from vramfit.planner.gradient_check import COMPILING, Compared
+from vramfit.planner.gradient_check import COMPILING
 from vramfit.planner.plans import Plan
 from vramfit.planner.scripts.script_place import run_here
 from vramfit.planner.scripts.script_steps import EnoughSteps

@@ -9,6 +9,7 @@ from vramfit.errors import UsageError
 from vramfit.options.run_options import RunOptions
 from vramfit.planner.planner_job import DeviceMemory
 from vramfit.planner.scripts.script_backend import ScriptBackend
+from vramfit.planner.scripts.script_comparison import compare_program
 from vramfit.planner.scripts.script_workload import ScriptWorkload
 
 
@@ -29,4 +30,4 @@ def opened_program(
     options = replace(run or RunOptions(), gpu=memory.gpu, alloc_conf=memory.alloc_conf)
     device = ScriptBackend(options, program, host_bytes=memory.host_bytes)
     progress("what the program trains")
-    return device, device.workload()
+    return device, device.workload(compare_program)

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from vramfit.attaching.attached_script import TrainedTarget
 from vramfit.errors import VramfitError
+from vramfit.planner.comparing import Compared
 from vramfit.planner.plan_file import PlanTarget
+from vramfit.planner.plans import Plan
+from vramfit.planner.remedies.batch_change import batch_size
+from vramfit.planner.search_clock import SearchClock
 from vramfit.techniques import Choice
 from vramfit.techniques.core.technique import AppliedWorkload
 from vramfit.trace.observed_program import ObservedProgram
 from vramfit.workload import Workload
-
-if TYPE_CHECKING:
-    from vramfit.planner.gradient_check import Compared
-    from vramfit.planner.plans import Plan
-    from vramfit.planner.search_clock import SearchClock
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,6 +27,7 @@ class ScriptWorkload(Workload):
         command: what python is given.
         target: the model that techniques are for.
         seen: what the plain program was seen to train.
+        compare: compares a plan's gradients with its own.
         option: of the program's command line, which its size is the value of; empty where that is its batch, as its
             loader or its option makes it.
     """
@@ -35,6 +35,7 @@ class ScriptWorkload(Workload):
     command: tuple[str, ...]
     target: TrainedTarget
     seen: ObservedProgram
+    compare: Callable[[ScriptWorkload, Plan, SearchClock], Compared]
     option: str = ""
 
     def sized(self, option: str, value: int) -> ScriptWorkload:
@@ -42,24 +43,27 @@ class ScriptWorkload(Workload):
         return replace(self, option=option, sizes={option.lstrip("-"): value})
 
     def check_promises(self, plan: Plan, clock: SearchClock) -> Compared:
-        """Compare a plan's gradients with the plain program's; see script_comparison.py."""
-        from vramfit.planner.scripts.script_comparison import compare_program
-
-        return compare_program(self, plan, clock)
+        """Compare a plan's gradients with the plain program's, by what the program was opened with."""
+        return self.compare(self, plan, clock)
 
 
-def script_workload(command: Sequence[str], target: TrainedTarget, seen: ObservedProgram) -> ScriptWorkload:
+def script_workload(
+    command: Sequence[str],
+    target: TrainedTarget,
+    seen: ObservedProgram,
+    compare: Callable[[ScriptWorkload, Plan, SearchClock], Compared],
+) -> ScriptWorkload:
     """A program as a workload; nothing of it can be made apart from a run."""
-    shape = next((shape for model in seen.models for shape in model.shapes if shape), (1,))
     return ScriptWorkload(
         model=_apart,
         batch=_apart,
-        sizes={"batch_size": max(1, shape[0])},
+        sizes={"batch_size": max(1, batch_size(seen) or 1)},
         step=_apart,
         optimizer=_apart,
         command=tuple(command),
         target=target,
         seen=seen,
+        compare=compare,
     )
 
 

@@ -21,7 +21,7 @@ AUTOCAST, CHECKPOINTING, EIGHT_BITS, CHUNKS, EXPANDABLE = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Remedy:
+class ProgramRemedy:
     """A remedy that can be tried.
 
     Attributes:
@@ -38,9 +38,9 @@ class Remedy:
     changes: str = ""
     weight: int = 0
 
-    def __add__(self, other: Remedy) -> Remedy:
+    def __add__(self, other: ProgramRemedy) -> ProgramRemedy:
         """Both together."""
-        return Remedy(
+        return ProgramRemedy(
             name=f"{self.name} + {other.name}",
             alteration=self.alteration + other.alteration,
             how=(*self.how, *other.how),
@@ -50,7 +50,7 @@ class Remedy:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Subject:
+class TrainedProgram:
     """The program that remedies are for.
 
     Attributes:

@@ -38,7 +38,7 @@ def remedies_choice(text: str | None) -> float | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Tries:
+class RemedyTries:
     """Remedies for one program.
 
     Attributes:

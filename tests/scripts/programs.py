@@ -1,0 +1,141 @@
+"""Programs that train something, as their users wrote them: nothing in them knows of vramfit."""
+
+from __future__ import annotations
+
+LOOP = """
+import argparse
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--batch-size", type=int, default=64)
+parser.add_argument("--steps", type=int, default=3)
+parser.add_argument("--width", type=int, default=256)
+options = parser.parse_args()
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        return x + F.dropout(self.down(F.gelu(self.up(self.norm(x)))), 0.1, self.training)
+
+
+class Net(nn.Module):
+    def __init__(self, width, words=1024):
+        super().__init__()
+        self.embedding = nn.Embedding(words, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(6))
+        self.head = nn.Linear(width, words)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+torch.manual_seed(0)
+device = "cuda" if torch.cuda.is_available() else "cpu"
+model = Net(options.width).to(device)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+tokens = torch.utils.data.TensorDataset(torch.arange(512 * 32).reshape(512, 32) % 1024)
+loader = torch.utils.data.DataLoader(tokens, batch_size=options.batch_size)
+done = 0
+for (batch,) in loader:
+    batch = batch.to(device)
+    logits = model(batch)
+    loss = F.cross_entropy(logits.flatten(0, 1), batch.flatten())
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    schedule.step()
+    optimizer.zero_grad()
+    done += 1
+    print("loss", loss.item(), schedule.get_last_lr()[0])
+    if done >= options.steps:
+        break
+"""
+
+GAN = """
+import torch
+from torch import nn
+
+generator = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 32)).cuda()
+discriminator = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 1)).cuda()
+of_generator = torch.optim.Adam(generator.parameters())
+of_discriminator = torch.optim.Adam(discriminator.parameters())
+for _ in range(3):
+    fake = generator(torch.randn(8, 16, device="cuda"))
+    loss = discriminator(torch.randn(8, 32, device="cuda")).mean() - discriminator(fake.detach()).mean()
+    of_discriminator.zero_grad()
+    loss.backward()
+    of_discriminator.step()
+    of_generator.zero_grad()
+    discriminator(fake).mean().backward()
+    of_generator.step()
+"""
+
+FUNCTIONAL = """
+import torch
+
+weight = torch.randn(64, 64, device="cuda", requires_grad=True)
+optimizer = torch.optim.SGD([weight], lr=0.1)
+for _ in range(3):
+    (torch.randn(8, 64, device="cuda") @ weight).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+LBFGS = """
+import torch
+from torch import nn
+
+model = nn.Linear(64, 64).cuda()
+optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+x = torch.randn(8, 64, device="cuda")
+
+
+def closure():
+    optimizer.zero_grad()
+    loss = model(x).square().mean()
+    loss.backward()
+    return loss
+
+
+for _ in range(2):
+    optimizer.step(closure)
+"""
+
+ACCUMULATING = """
+import torch
+from torch import nn
+
+teacher, student = nn.Linear(64, 64).cuda(), nn.Linear(64, 64).cuda()
+optimizer = torch.optim.AdamW(student.parameters())
+scaler = torch.amp.GradScaler("cuda")
+data = torch.utils.data.DataLoader(torch.zeros(64, 64), batch_size=4)
+for number, x in enumerate(data):
+    x = x.cuda()
+    with torch.no_grad():
+        wanted = teacher(x)
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = (student(x) - wanted).square().mean()
+    scaler.scale(loss).backward()
+    if number % 4 == 3:
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+"""
+
+UNTRAINED = """
+import torch
+
+model = torch.nn.Linear(64, 64).cuda()
+with torch.no_grad():
+    model(torch.randn(8, 64, device="cuda"))
+"""

@@ -1,0 +1,179 @@
+"""Techniques reach a program that knows nothing of them; what it computes is what was promised."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from vramfit.attaching.attached_script import AttachedScript, TrainedTarget
+from vramfit.attaching.first_training import attach_at_first_training
+from vramfit.capture.observing.training_finder import TrainingFinder
+from vramfit.errors import UsageError
+from vramfit.planner.plan_file import PlanFigures, PlanTarget
+from vramfit.planner.plans import plan_of
+from vramfit.techniques import Choice, find_technique, setting_from_plain
+from vramfit.with_plan import main
+
+CHECKPOINTED = {"activation-checkpointing": {"mode": "every", "every": 1}}
+SMALL = ("--batch-size", "4", "--width", "32", "--steps", "10")
+
+
+def choices_of(settings: Mapping[str, Mapping[str, Any]]) -> tuple[Choice, ...]:
+    return tuple(
+        Choice(technique=find_technique(name), setting=setting_from_plain(find_technique(name), setting))
+        for name, setting in settings.items()
+    )
+
+
+def write_plan(settings: Mapping[str, Mapping[str, Any]], **aim: Any) -> Path:
+    figures = PlanFigures(peak_allocated_bytes=1 << 20, peak_reserved_bytes=2 << 20, total_bytes=3 << 20)
+    target = PlanTarget(device="RTX 3090", budget_bytes=8 << 30, **aim)
+    file = Path("plan.toml")
+    plan_of(choices_of(settings), target, figures, figures).save(file)
+    return file
+
+
+def losses_of(text: str) -> list[str]:
+    return re.findall(r"loss (.*)", text)
+
+
+def run(
+    script: str, capsys: pytest.CaptureFixture[str], settings: Mapping[str, Mapping[str, Any]]
+) -> list[str]:
+    modules, arguments = dict(sys.modules), list(sys.argv)
+    try:
+        main([str(write_plan(settings)), script, *SMALL])
+    finally:
+        sys.argv = arguments
+        sys.modules["__main__"] = modules["__main__"]
+    return losses_of(capsys.readouterr().out)
+
+
+@pytest.fixture
+def plain(written: Callable[[str], str], capsys: pytest.CaptureFixture[str]) -> tuple[str, list[str]]:
+    script = written("LOOP")
+    return script, run(script, capsys, {})
+
+
+def test_ten_losses_with_checkpointing_and_dropout_are_the_plain_ones(
+    plain: tuple[str, list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    script, losses = plain
+    assert len(losses) == 10
+    assert run(script, capsys, CHECKPOINTED) == losses
+
+
+def test_an_exchanged_optimizer_steps_in_the_loop_and_follows_the_programs_schedule(
+    plain: tuple[str, list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    script, losses = plain
+    found = run(script, capsys, {"low-bit-optimizer": {}})
+    rates = [line.split()[1] for line in losses]
+    assert [line.split()[1] for line in found] == rates
+    values = [
+        (float(one.split()[0]), float(other.split()[0])) for one, other in zip(losses, found, strict=True)
+    ]
+    assert all(
+        abs(one - other) <= 0.006 * values[0][0] for one, other in values
+    )  # as the technique's docstring says
+    assert [one for one, _ in values] != [other for _, other in values]
+
+
+def test_what_watched_for_the_model_is_gone_once_the_plan_is_attached() -> None:
+    init, call = torch.optim.Optimizer.__init__, torch.nn.Module.__call__
+
+    def refuse(error: Exception) -> Any:
+        raise error
+
+    watch = attach_at_first_training(
+        lambda finder: AttachedScript(choices_of(CHECKPOINTED), None, finder), refuse
+    )
+    model = torch.nn.Sequential(
+        *(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(3))
+    )
+    optimizer = torch.optim.SGD(model.parameters())
+    assert torch.nn.Module.__call__ is not call
+    model(torch.zeros(2, 8))
+    assert (torch.optim.Optimizer.__init__, torch.nn.Module.__call__) == (init, call)
+    assert watch.script.live is not None and watch.script.live.optimizer is optimizer
+    watch.script.live.undo()
+
+
+def test_a_plan_for_another_model_is_refused_before_the_first_step(written: Callable[[str], str]) -> None:
+    script = written("LOOP")
+    plan = write_plan(CHECKPOINTED, model="Other", model_parameters=7, trained_parameters=7)
+    found = subprocess.run(
+        [sys.executable, "-m", "vramfit.with_plan", str(plan), script, *SMALL],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert found.returncode == 2
+    assert losses_of(found.stdout) == []
+    assert found.stderr.startswith("error: the plan is for Other with 7 parameters")
+    assert "Traceback" not in found.stderr
+
+
+def test_a_program_that_trains_nothing_is_told_that_the_plan_was_not_attached(
+    written: Callable[[str], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = written("LOOP")
+    Path(script).write_text("print('nothing')\n")
+    run(script, capsys, CHECKPOINTED)
+    main([str(write_plan(CHECKPOINTED)), script])
+    assert "plan.toml was not attached: the program trained no model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["micro-batching", "step-in-backward"])
+def test_a_plan_that_changes_the_loop_is_refused_by_its_technique(
+    written: Callable[[str], str], name: str
+) -> None:
+    setting = {"count": 2} if name == "micro-batching" else {}
+    plan = write_plan({name: setting})
+    with pytest.raises(UsageError, match=f"{name} changes the training loop"):
+        main([str(plan), written("LOOP")])
+
+
+@pytest.mark.parametrize("arguments", [[], ["plan.toml"], ["plan.toml", "-m"], ["nope.toml", "loop.py"]])
+def test_bad_command_lines_are_refused(written: Callable[[str], str], arguments: list[str]) -> None:
+    written("LOOP")
+    write_plan(CHECKPOINTED)
+    with pytest.raises(UsageError):
+        main(arguments)
+
+
+def test_techniques_that_change_parameters_are_refused_below_a_wrapper() -> None:
+    class DistributedDataParallel(torch.nn.Module):
+        def __init__(self, module: torch.nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+    model = torch.nn.Linear(8, 8)
+    finder = TrainingFinder()
+    optimizer = torch.optim.SGD(model.parameters())
+    finder.meet(optimizer)
+    script = AttachedScript(choices_of({"parameter-sharing": {"shared": {"bias": "weight"}}}), None, finder)
+    with pytest.raises(UsageError, match="DistributedDataParallel is around them already"):
+        script.meet(DistributedDataParallel(model))
+    assert script.live is None
+
+
+def test_a_target_is_known_by_its_class_and_its_size() -> None:
+    finder = TrainingFinder()
+    small, large = torch.nn.Linear(4, 4), torch.nn.Linear(8, 8)
+    optimizers = [torch.optim.SGD(small.parameters()), torch.optim.SGD(large.parameters())]
+    for optimizer in optimizers:
+        finder.meet(optimizer)
+    script = AttachedScript((), TrainedTarget(kind="Linear", parameters=72, trained=72), finder)
+    assert not script.meet(small)
+    script.before_step(optimizers[0])  # the right one may still come
+    assert script.meet(large)
+    assert json.dumps([target.parameters for target in script.seen]) == "[20, 72]"

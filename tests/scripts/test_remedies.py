@@ -1,0 +1,74 @@
+"""Remedies are run as they are told: who follows them gets the peak that was told, to the byte."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from vramfit.cli import app
+from vramfit.errors import UsageError
+
+
+def report_of(*arguments: str) -> dict[str, object]:
+    CliRunner().invoke(app, ["run", "--gpu", "700MiB", "--json", "run.json", *arguments])
+    found: dict[str, object] = json.loads(Path("run.json").read_text())
+    return found
+
+
+def test_who_follows_a_remedy_gets_the_peak_that_was_told(written: Callable[[str], str]) -> None:
+    script, arguments = written("LOOP"), ("--batch-size", "128", "--steps", "2")
+    tried = report_of("--remedies", "100", script, *arguments)["remedies"]
+    assert isinstance(tried, dict)
+    rows = {row["name"]: row for row in tried["rows"]}
+    assert rows["the program as it is"]["fits"] is False
+    source = Path(script).read_text().splitlines()
+    for name in ("autocast in bf16", "checkpointing of the blocks"):
+        [told] = rows[name]["how"]
+        Path("edited.py").write_text("\n".join(_followed(source, told)))
+        peak = report_of("--remedies", "none", "--no-need", "edited.py", *arguments)["peak"]
+        if rows[name]["fits"]:
+            assert isinstance(peak, dict)
+            assert peak["allocated_bytes"] == rows[name]["peak_allocated_bytes"]
+            assert peak["reserved_bytes"] == rows[name]["peak_reserved_bytes"]
+    [told] = rows["batch 64"]["how"]
+    assert told == "--batch-size 64"
+    peak = report_of("--remedies", "none", script, "--batch-size", "64", "--steps", "2")["peak"]
+    assert isinstance(peak, dict)
+    assert peak["reserved_bytes"] == rows["batch 64"]["peak_reserved_bytes"]
+    cheapest = tried["rows"][tried["cheapest"]]
+    assert cheapest["fits"] and cheapest["total_bytes"] <= 700 << 20
+
+
+def _followed(source: list[str], told: str) -> list[str]:
+    """A program with an edit as the report words it."""
+    if told.startswith("put "):
+        place, _, header = told.removeprefix("put ").partition(" into  ")
+        first, _, last = place.rpartition(":")[2].partition("-")
+        begin, end = int(first) - 1, int(last or first)
+        indent = source[begin][: len(source[begin]) - len(source[begin].lstrip())]
+        inside = [f"    {line}" for line in source[begin:end]]
+        return [*source[:begin], f"{indent}{header}", *inside, *source[end:]]
+    place, _, new = told.removeprefix("before ").partition(" insert  ")
+    at = int(place.rpartition(":")[2]) - 1
+    return [*source[:at], *new.split("; "), *source[at:]]
+
+
+def test_a_program_that_fits_is_left_alone_unless_asked(written: Callable[[str], str]) -> None:
+    script = written("LOOP")
+    assert report_of("--gpu", "8GiB", script)["remedies"] is None
+
+
+def test_a_program_that_trains_nothing_says_why_nothing_was_tried(written: Callable[[str], str]) -> None:
+    found = CliRunner().invoke(app, ["run", "--gpu", "8GiB", "--remedies", "20", written("UNTRAINED")])
+    assert "No remedy was tried: the program ends before it trains a model" in " ".join(found.output.split())
+
+
+@pytest.mark.parametrize("text", ["soon", "0", "-1", "inf"])
+def test_a_choice_of_remedies_that_is_none_is_refused(written: Callable[[str], str], text: str) -> None:
+    found = CliRunner().invoke(app, ["run", "--gpu", "8GiB", "--remedies", text, written("LOOP")])
+    assert isinstance(found.exception, UsageError)
+    assert found.exception.message == f"--remedies {text} is no choice"
