@@ -68,8 +68,17 @@ class _RemediesReport(Sections):
 
     def conclusion(self, tried: TriedRemedies) -> Iterator[Text]:
         """Which row costs least, and whether there was time for all."""
-        if tried.cheapest is None:
-            yield from self.wrapped(Text("  None of these makes it fit.", style="yellow"))
+        if not tried.rows:
+            yield from self.wrapped(Text("  There was no time for any.", style="yellow"))
+        elif tried.rows[0].fits:
+            least = min(tried.rows, key=lambda row: row.total_bytes)
+            yield from self.wrapped(
+                Text.assemble("  It fits as it is; what makes most room: ", (least.name, "bold"), ".")
+            )
+        elif tried.cheapest is None:
+            yield from self.wrapped(
+                Text(f"  None of these makes it fit{' so far' if tried.cut else ''}.", style="yellow")
+            )
         else:
             best = tried.rows[tried.cheapest]
             cost = (

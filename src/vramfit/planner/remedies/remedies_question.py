@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,6 +45,7 @@ class RemediesQuestion(PlannerQuestion[TriedRemedies]):
             subject=subject,
             limit=asked.memory.limit,
             seconds=self.seconds,
+            spent=max(0.0, time.time() - asked.asked_at) if asked.asked_at else 0.0,
             told=lambda row: asked.progress(row_words(row)),
         )
         return runs.run()

@@ -52,6 +52,7 @@ class RemedyRuns:
         subject: the program.
         limit: bytes of the card.
         seconds: that may be spent.
+        spent: of them, already before.
         told: called with each row as it is known.
     """
 
@@ -59,6 +60,7 @@ class RemedyRuns:
     subject: TrainedProgram
     limit: int
     seconds: float
+    spent: float = 0.0
     told: Told = lambda _row: None
     _rows: list[TriedRemedy] = field(default_factory=list)
     _by_row: dict[str, ProgramRemedy] = field(default_factory=dict)
@@ -68,7 +70,19 @@ class RemedyRuns:
     _cut: bool = False
 
     def run(self) -> TriedRemedies:
-        """Try what there is time for."""
+        """Try what there is time for; interrupted, what was tried so far counts."""
+        try:
+            self._try_all()
+        except KeyboardInterrupt:
+            self._cut = True
+        return TriedRemedies(
+            rows=tuple(self._rows),
+            cheapest=self._cheapest(),
+            seconds=self._so_far,
+            cut=self._cut,
+        )
+
+    def _try_all(self) -> None:
         self._try(ProgramRemedy(name=AS_IT_IS, alteration=NOTHING, how=()))
         self._plain_seconds = self._rows[0].step_seconds
         self._rows[0] = replace(self._rows[0], plain_step_seconds=self._plain_seconds)
@@ -77,12 +91,6 @@ class RemedyRuns:
             self._try(remedy)
         self._try_together(singles)
         self._try_batches()
-        return TriedRemedies(
-            rows=tuple(self._rows),
-            cheapest=self._cheapest(),
-            seconds=time.monotonic() - self._began,
-            cut=self._cut,
-        )
 
     # -- what is tried -----------------------------------------------------------------------------------------------
 
@@ -191,8 +199,7 @@ class RemedyRuns:
 
     def _try(self, remedy: ProgramRemedy) -> TriedRemedy | None:
         """Run a remedy; None where there is no time for it."""
-        spent = time.monotonic() - self._began
-        if self._rows and spent + self._last > self.seconds:
+        if self._rows and self._so_far + self._last > self.seconds:
             self._cut = True
             return None
         began = time.monotonic()
@@ -207,6 +214,10 @@ class RemedyRuns:
         self._by_row[row.name] = remedy
         self.told(row)
         return row
+
+    @property
+    def _so_far(self) -> float:
+        return self.spent + time.monotonic() - self._began
 
     def _cost(self, remedy: ProgramRemedy) -> StepCost:
         cost = self.device.altered_cost(remedy.alteration, None)

@@ -17,8 +17,8 @@ from vramfit.trace.tried_remedies import TriedRemedies
 LEAST_SECONDS = 60.0
 """Seconds that remedies may take at least."""
 
-_OVERHEAD = 60.0
-"""Beyond them, after which the process is ended all the same."""
+_OVERHEAD = 5.0
+"""Beyond them, after which the process is interrupted in the middle of a try: what it has tried until then counts."""
 
 
 def tried_remedies(
