@@ -60,7 +60,10 @@ def _run(command: list[str], planned: Any) -> None:
     from vramfit.attaching.first_training import attach_at_first_training
     from vramfit.launch.running import become
 
+    refused = []
+
     def refuse(error: Exception) -> NoReturn:
+        refused.append(error)
         _tell_error(error)
         raise SystemExit(getattr(error, "exit_code", 2))
 
@@ -71,7 +74,8 @@ def _run(command: list[str], planned: Any) -> None:
         become(command)
     finally:
         watch.close()
-        _tell(_kept(planned, watch.script))
+        if not refused:
+            _tell(_kept(planned, watch.script))
 
 
 def _kept(planned: Any, script: Any) -> str:

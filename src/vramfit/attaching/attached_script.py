@@ -16,11 +16,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from vramfit.attaching.attached_optimizer import attach_to_optimizer
 from vramfit.capture.observing.training_finder import TrainingFinder, elements, parameters_of
-from vramfit.capture.observing.wrappers import SHARDED, peeled
-from vramfit.errors import UsageError
+from vramfit.capture.observing.wrappers import COMPILED, SHARDED, peeled
+from vramfit.errors import UsageError, VramfitError
+from vramfit.patching import PatchStack
 from vramfit.techniques import AttachedProgram, AttachStage, Choice
 
 STARTING = "allocator-settings"
@@ -117,6 +119,32 @@ class AttachedScript:
                 self.exchanged(_inner(optimizer))
         return True
 
+    def watch_steps(self, refuse: Callable[[VramfitError], object], patches: PatchStack) -> None:
+        """Refuse steps of a program to which nothing was attached, until `patches` are undone.
+
+        A step with a closure, as Lightning's, trains the model itself: it is looked at when it is over.
+
+        Args:
+            refuse: ends the program with an error.
+        """
+
+        def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            if not args and kwargs.get("closure") is None:
+                look(optimizer)
+
+        def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            if args or kwargs.get("closure") is not None:
+                look(optimizer)
+
+        def look(optimizer: torch.optim.Optimizer) -> None:
+            try:
+                self.before_step(optimizer)
+            except VramfitError as error:
+                refuse(error)
+
+        patches.call(register_optimizer_step_pre_hook(before).remove)
+        patches.call(register_optimizer_step_post_hook(after).remove)
+
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse a step where nothing was attached by then: of several models, one may step before the right one.
 
@@ -144,6 +172,12 @@ class AttachedScript:
                 raise UsageError(
                     f"{choice.name} changes the model's parameters, and {wrappers[0]} is around them already",
                     f"Forbid {choice.name} in the plan: vramfit plan --forbid {choice.name}",
+                )
+            if COMPILED in wrappers and choice.stage in (AttachStage.FORWARD, AttachStage.LOSS):
+                raise UsageError(
+                    f"{choice.name} surrounds modules, and {COMPILED} compiles the model with what surrounds them anew "
+                    "in each step",
+                    f"Leave {COMPILED} out, or forbid {choice.name} in the plan: vramfit plan --forbid {choice.name}",
                 )
             if SHARDED.intersection(wrappers) and choice.stage is AttachStage.OPTIMIZER:
                 raise UsageError(

@@ -7,7 +7,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from vramfit.attaching.attached_script import AttachedScript
 from vramfit.capture.observing.training_finder import TrainingFinder, following_optimizers
@@ -36,7 +35,7 @@ class FirstTraining:
         patches = self._patches
         patches.set(torch.optim.Optimizer, "__init__", following_optimizers(self._finder.meet))
         patches.set(nn.Module, "__call__", self._watching_calls())
-        patches.call(register_optimizer_step_pre_hook(self._stepping).remove)
+        self.script.watch_steps(self._refuse, patches)
 
     def close(self) -> None:
         """Wait no longer."""
@@ -58,12 +57,6 @@ class FirstTraining:
         try:
             if self.script.meet(module):
                 self.close()
-        except VramfitError as error:
-            self._refuse(error)
-
-    def _stepping(self, optimizer: Any, *_: Any) -> None:
-        try:
-            self.script.before_step(optimizer)
         except VramfitError as error:
             self._refuse(error)
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-
 from vramfit.attaching.attached_script import AttachedScript, TrainedTarget
 from vramfit.attaching.choice_values import choices_from_plain, choices_to_plain
 from vramfit.errors import VramfitError
@@ -41,12 +39,6 @@ def attach_plan(child: HookedProgram, values: dict[str, Any]) -> Leave:
         except VramfitError as error:
             child.refuse(error)
 
-    def stepping(optimizer: Any, *_: Any) -> None:
-        try:
-            script.before_step(optimizer)
-        except VramfitError as error:
-            child.refuse(error)
-
     child.observer.on_training = met
-    child.patches.call(register_optimizer_step_pre_hook(stepping).remove)
+    script.watch_steps(child.refuse, child.patches)
     return lambda: {"attached": script.live is not None, "seen": [target.words for target in script.seen]}

@@ -22,6 +22,8 @@ from typing import Any
 import torch
 
 from vramfit.errors import UsageError
+from vramfit.gpus import GpuSpec
+from vramfit.integrations.auto_fit import AutoPlan
 from vramfit.integrations.plan_callbacks import (
     Settings,
     check,
@@ -87,6 +89,38 @@ class PlanCallback(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep the scale of losses for the start of the fit."""
         self._saved = dict(state_dict)
+
+
+class AutoFit(Callback):
+    """Plans for the program when its fit starts, and trains with the plan: ``Trainer(callbacks=[AutoFit()])``.
+
+    The program is run again on a virtual card, as ``vramfit plan`` runs it (docs/fit.md). After the fit the module is
+    as it was, with its new values.
+
+    Args:
+        gpu: the card to plan for; None for the one at hand.
+        numerics: how far results may differ.
+        seconds: for the search.
+
+    Raises:
+        UsageError: when the fit starts: there is no card, or the program is no script.
+        VramfitError: nothing fits.
+    """
+
+    def __init__(
+        self, gpu: str | GpuSpec | None = None, numerics: str = "precision", seconds: float = 120.0
+    ) -> None:
+        self._plan = AutoPlan(gpu, numerics, seconds)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Plan, and attach at the first step."""
+        del pl_module
+        self._plan.start(trainer.optimizers)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Undo the plan."""
+        del trainer, pl_module
+        self._plan.end()
 
 
 class LightningTraining:

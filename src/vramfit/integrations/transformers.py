@@ -24,6 +24,8 @@ from typing import Any
 import torch
 
 from vramfit.errors import UsageError
+from vramfit.gpus import GpuSpec
+from vramfit.integrations.auto_fit import AutoPlan
 from vramfit.integrations.plan_callbacks import (
     Settings,
     check,
@@ -108,6 +110,40 @@ class PlanCallback(TrainerCallback):
         training, self._training = self._training, None
         if training is not None:
             training.undo()
+
+
+class AutoFit(TrainerCallback):
+    """Plans for the program when its Trainer starts to train, and trains with the plan: ``callbacks=[AutoFit()]``.
+
+    The program is run again on a virtual card, as ``vramfit plan`` runs it; see docs/fit.md. After the training the
+    model is as it was, with its new values.
+
+    Args:
+        gpu: the card to plan for; None for the one at hand.
+        numerics: how far results may differ.
+        seconds: for the search.
+
+    Raises:
+        UsageError: when the training starts: there is no card, or the program is no script.
+        VramfitError: nothing fits.
+    """
+
+    def __init__(
+        self, gpu: str | GpuSpec | None = None, numerics: str = "precision", seconds: float = 120.0
+    ) -> None:
+        self._plan = AutoPlan(gpu, numerics, seconds)
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
+    ) -> None:
+        """Plan, and attach at the first step."""
+        del args, state, control, kwargs
+        self._plan.start([] if optimizer is None else [inner_optimizer(optimizer)])
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Undo the plan."""
+        del args, state, control, kwargs
+        self._plan.end()
 
 
 class TrainerTraining:

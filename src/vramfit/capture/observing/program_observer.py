@@ -12,7 +12,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -53,6 +53,14 @@ _SHAPES = 8
 """Tensors of a first call whose shapes are kept."""
 
 
+_OBSERVERS: list[ProgramObserver] = []
+
+
+def is_observed() -> bool:
+    """Whether the program of this process is observed, as one that vramfit runs is."""
+    return bool(_OBSERVERS)
+
+
 class ProgramObserver:
     """Observes one program. See NOTE [What is looked at, and when].
 
@@ -80,6 +88,8 @@ class ProgramObserver:
 
     def install(self, patches: PatchStack) -> None:
         """Observe what happens in this process until `patches` are undone."""
+        _OBSERVERS.append(self)
+        patches.call(partial(_OBSERVERS.remove, self))
         before, on_step = self._phases.before, self._phases.on_step
 
         def begin(phase: ProgramPhase) -> None:

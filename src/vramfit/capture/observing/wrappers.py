@@ -13,6 +13,10 @@ SHARDED = frozenset({"FullyShardedDataParallel", "FSDPModule"})
 """Of them, those whose parameters are parts of the model's."""
 
 
+COMPILED = "torch.compile"
+"""What `peeled` calls the wrapper of ``torch.compile(model)``."""
+
+
 def peeled(module: nn.Module) -> tuple[tuple[str, ...], nn.Module]:
     """The names of what wraps a model, from the outside in, and the model."""
     names: list[str] = []
@@ -20,7 +24,7 @@ def peeled(module: nn.Module) -> tuple[tuple[str, ...], nn.Module]:
         inner = _inside(module)
         if inner is None:
             break
-        names.append("torch.compile" if wraps_compiled(module) else type(module).__name__)
+        names.append(COMPILED if wraps_compiled(module) else type(module).__name__)
         module = inner
     names += (base.__name__ for base in type(module).__mro__ if base.__name__ == "FSDPModule")
     return tuple(names), module

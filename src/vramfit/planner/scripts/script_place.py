@@ -22,6 +22,9 @@ from vramfit.launch.running import become
 from vramfit.planner.scripts.script_steps import EnoughSteps
 from vramfit.trace.frames import Origin, origin
 
+PLANNING = "VRAMFIT_PLANNING"
+"""Variable that a program finds while it is planned for."""
+
 
 def run_here(command: Sequence[str], sources: Mapping[str, bytes] = MappingProxyType({})) -> None:
     """Run a program to its end, or until `EnoughSteps`.
@@ -49,6 +52,7 @@ def run_here(command: Sequence[str], sources: Mapping[str, bytes] = MappingProxy
 def _undone() -> Iterator[None]:
     """Leave the interpreter as it was."""
     arguments, path, main = sys.argv, list(sys.path), sys.modules.get("__main__")
+    os.environ[PLANNING] = "1"
     modules, folder, environ = set(sys.modules), os.getcwd(), dict(os.environ)
     try:
         yield

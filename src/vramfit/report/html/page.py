@@ -38,6 +38,7 @@ from vramfit.report.html.columns import (
 from vramfit.report.html.held_section import held_html
 from vramfit.report.html.markup import Html, join, table, tag
 from vramfit.report.html.ranks_section import ranks_data, ranks_section, shown_ranks
+from vramfit.report.html.remedies_section import remedies_html
 from vramfit.report.html.tables import (
     bars_scale,
     blocks_text,
@@ -150,7 +151,7 @@ def _run_page(run: Run, verdict: Verdict, root: Path | None, world: WorldMemory 
     words = _Words(
         title=f"{program or 'program'}{seen}",
         program=program,
-        summary=_run_summary(run, verdict, root),
+        summary=join([_run_summary(run, verdict, root), remedies_html(run.remedies)]),
         ranks=ranks,
         warnings=join([_warnings(run, root), _files(run, root)]),
         footer=_footer(run),

@@ -1,0 +1,32 @@
+"""What was tried on a program that does not fit, on a page: a table with how each remedy is done."""
+
+from __future__ import annotations
+
+from vramfit.report.html.markup import Html, join, table, tag
+from vramfit.trace.tried_remedies import TriedRemedies
+from vramfit.units import format_bytes
+
+
+def remedies_html(tried: TriedRemedies | None) -> Html:
+    """The table; empty where nothing was tried."""
+    if tried is None:
+        return Html()
+    if tried.why_not:
+        return join([tag("p", f"No remedy was tried: {tried.why_not}.")])
+    rows = [
+        (
+            "fits" if row.fits else "does not fit",
+            format_bytes(row.total_bytes),
+            "" if row.slower is None else f"{row.slower:.2f} x",
+            row.name,
+            " ; ".join(row.how),
+            row.changes,
+        )
+        for row in tried.rows
+    ]
+    heads = ("", "needs", "step", "remedy", "how", "changes in the results")
+    best = None if tried.cheapest is None else tried.rows[tried.cheapest].name
+    words = f"Cheapest that fits: {best}." if best else "None of these makes it fit."
+    return join(
+        [tag("h3", "Tried on the program, each run for two steps"), table(heads, rows), tag("p", words)]
+    )
