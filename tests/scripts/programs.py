@@ -139,3 +139,21 @@ model = torch.nn.Linear(64, 64).cuda()
 with torch.no_grad():
     model(torch.randn(8, 64, device="cuda"))
 """
+
+REBINDING = """
+import torch
+from torch import nn
+
+
+def main():
+    large = torch.empty(64 << 20, device="cuda")
+    model = nn.Linear(64, 64).cuda()
+    optimizer = torch.optim.SGD(model.parameters())
+    model(torch.zeros(8, 64, device="cuda")).sum().backward()
+    optimizer.step()
+    del large
+    large = torch.empty(64 << 20, device="cuda")
+
+
+main()
+"""

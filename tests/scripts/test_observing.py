@@ -71,3 +71,9 @@ def test_the_same_is_seen_in_a_recording_on_the_cpu(written: Callable[[str], str
     assert run.observed is not None
     assert program_words(run.observed).startswith("trains Net, ")
     assert run.observed.steps == 3
+
+
+def test_looking_at_a_functions_variables_keeps_none_of_them_alive(written: Callable[[str], str]) -> None:
+    run = run_program((written("REBINDING"),), read_options(KEYWORDS, {"gpu": "8GiB"}))
+    assert run.observed is not None and run.observed.models[0].called_as == "model"
+    assert run.devices[0].peak_allocated_bytes < 300 << 20  # one of 256 MiB at a time

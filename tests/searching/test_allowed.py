@@ -42,7 +42,7 @@ def test_lists(values: set[int]) -> None:
 
 def test_what_is_no_choice_of_values_is_refused() -> None:
     for values in ((2, 1), (1, 1), (0, 1)):
-        with pytest.raises(UsageError, match="not ascending whole numbers from 1 on"):
+        with pytest.raises(UsageError, match="not ascending whole numbers of at least 1"):
             Listed(values)
     with pytest.raises(UsageError, match="of is 0"):
         Multiples(of=0, most=8)

@@ -83,23 +83,25 @@ def location(code: types.CodeType, line: int | None) -> str:
 
 
 def local_names(frame: types.FrameType) -> dict[str, int]:
-    """The variables of a frame and the ids of their values, without leaving a snapshot that keeps them alive.
+    """The variables of a frame and the ids of their values, without leaving a snapshot that keeps them alive."""
+    return {name: id(value) for name, value in local_values(frame).items()}
+
+
+def local_values(frame: types.FrameType) -> dict[str, object]:
+    """The variables of a frame, without leaving a snapshot that keeps them alive once the result is gone.
 
     Until Python 3.12 ``f_locals`` of a function is a dictionary that stays with the frame; it is emptied again where
     nobody else has it. (Objects/frameobject.c, PyFrame_FastToLocalsWithError; 3.13 gives a view, PEP 667.)
     """
     snapshot = frame.f_locals
-    names: dict[str, int] = {}
     try:
-        for name, value in list(snapshot.items()):
-            names[name] = id(value)
-        value = None
+        values = dict(snapshot)
     except Exception:
-        return names
+        return {}
     function = frame.f_code.co_flags & _CO_OPTIMIZED
     if sys.version_info < (3, 13) and function and type(snapshot) is dict and sys.getrefcount(snapshot) <= 3:
         snapshot.clear()
-    return names
+    return values
 
 
 def _local_name(frame: types.FrameType | None, child: object) -> str:

@@ -8,6 +8,7 @@ from types import FrameType
 from typing import Any
 
 from vramfit.capture.observing.program_frames import frames_here
+from vramfit.holders.naming import local_values
 from vramfit.trace.frames import Origin, origin
 from vramfit.trace.observed_program import Framework
 
@@ -34,7 +35,7 @@ def framework_here() -> tuple[Framework, Settings]:
     """The framework that runs the loop of this thread's stack, and its settings."""
     accelerator: Any = None
     for frame in frames_here():
-        owner = frame.f_locals.get("self")
+        owner = local_values(frame).get("self")
         if owner is not None and _is_of(owner, _TRAINER_CLASSES):
             return Framework.TRAINER, _trainer(owner)
         if (trainer := _lightning(owner)) is not None:
@@ -70,9 +71,10 @@ def _lightning(owner: Any) -> Any:
 
 def _objects(frame: FrameType) -> Iterator[Any]:
     """What a frame's scope has, and what the attributes of ``self`` are."""
-    yield from list(frame.f_locals.values())
+    own = local_values(frame)
+    yield from own.values()
     yield from list(frame.f_globals.values())
-    yield from list(getattr(frame.f_locals.get("self"), "__dict__", {}).values())
+    yield from list(getattr(own.get("self"), "__dict__", {}).values())
 
 
 def _trainer(trainer: Any) -> Settings:

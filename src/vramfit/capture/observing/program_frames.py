@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from vramfit.holders.naming import local_values
 from vramfit.trace.frames import Origin, origin
 from vramfit.trace.model import Frame
 
@@ -57,7 +58,8 @@ def model_name_here(optimizer: Any) -> str:
 def _named_modules(frame: FrameType) -> Iterator[tuple[str, Any]]:
     """The modules that a frame's scope has names for, and those that are attributes of what it has names for."""
     seen: set[int] = set()
-    for scope in (frame.f_locals, frame.f_globals):
+    own = local_values(frame)
+    for scope in (own, frame.f_globals):
         for name, held in list(scope.items()):
             if not name.isidentifier() or id(held) in seen:
                 continue
@@ -65,7 +67,7 @@ def _named_modules(frame: FrameType) -> Iterator[tuple[str, Any]]:
             if isinstance(held, nn.Module):
                 yield name, held
             attributes = getattr(held, "__dict__", None)
-            if scope is frame.f_locals and isinstance(attributes, dict):
+            if scope is own and isinstance(attributes, dict):
                 for attribute, inner in (*attributes.items(), *_registered(attributes)):
                     if isinstance(inner, nn.Module) and attribute.isidentifier():
                         yield f"{name}.{attribute}", inner
@@ -78,12 +80,13 @@ def line_of(frame: FrameType) -> Frame:
 
 def name_of(value: object, frame: FrameType) -> str:
     """What a frame's scope calls an object: a variable, or an attribute of one; empty where it has no such name."""
-    for scope in (frame.f_locals, frame.f_globals):
-        for name, held in scope.items():
+    scopes = (local_values(frame), frame.f_globals)
+    for scope in scopes:
+        for name, held in list(scope.items()):
             if held is value and name.isidentifier():
                 return name
-    for scope in (frame.f_locals, frame.f_globals):
-        for name, held in scope.items():
+    for scope in scopes:
+        for name, held in list(scope.items()):
             attributes = getattr(held, "__dict__", None)
             if not isinstance(attributes, dict) or not name.isidentifier():
                 continue
