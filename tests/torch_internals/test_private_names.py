@@ -65,7 +65,7 @@ OF_OBJECTS = {
 OF_OTHERS = {
     "Python": (
         "_TemporaryFileCloser _USE_CP_COPY_FILE_RANGE _USE_CP_SENDFILE"
-        " _args _args_from_interpreter_flags _bootstrap_inner _close_pipe_fds _current_frames"
+        " _actions _args _args_from_interpreter_flags _bootstrap_inner _close_pipe_fds _current_frames"
         " _exit _fastcopy_sendfile _fields _finalizer_registry _forkserver _forkserver_pid _getframe _initializing"
         " _is_gil_enabled _is_owned _kwargs _mmap _registry _run_exitfuncs _run_module_as_main _shutdown _start_method"
         " _stop _target _traces"
@@ -73,7 +73,7 @@ OF_OTHERS = {
     "other libraries": (
         "_active _attn_implementation _attn_implementation_internal _choose_qparams_affine_tinygemm _cpu _default"
         " _dequantize_affine_tinygemm _experts_implementation _file_openers _instance"
-        " _make_closure _make_tensor _quantize_affine_tinygemm"
+        " _make_closure _make_tensor _quantize_affine_tinygemm _reset_state"
         " _set_data_type _set_dlhandle_cudnn _set_sync_gradients _supports_attention_backend _supports_logits_to_keep"
         " _supports_sdpa _validate_launch_command"
     ),
