@@ -21,6 +21,8 @@ def report_of(*arguments: str) -> dict[str, object]:
 
 def test_who_follows_a_remedy_gets_the_peak_that_was_told(written: Callable[[str], str]) -> None:
     script, arguments = written("LOOP"), ("--batch-size", "128", "--steps", "2")
+    # Without an optimizer in 8 bits, which is compiled for a long time.
+    Path(script).write_text(Path(script).read_text().replace("AdamW", "SGD"))
     tried = report_of("--remedies", "100", script, *arguments)["remedies"]
     assert isinstance(tried, dict)
     rows = {row["name"]: row for row in tried["rows"]}

@@ -42,6 +42,7 @@ QUESTIONS = frozenset(
         "vramfit.planner.verify_questions:CardRunsQuestion",
         "vramfit.planner.verify_questions:PlanMemoryQuestion",
         "vramfit.planner.verify_questions:PlanValuesQuestion",
+        "vramfit.planner.verify_questions:ProgramValuesQuestion",
     }
 )
 """All questions, as ``MODULE:CLASS``: the only names that a job's file can have imported."""

@@ -251,6 +251,8 @@ def verify_in_child(
 
     options = options or VerifyOptions()
     plan = Plan.load(file)
+    if plan.aim.program and target is None:
+        return _verified_program(file, plan, options, gpu, progress)
     target = target or plan.aim.target
     if not target:
         raise UsageError(f"{file} does not say for which workload it is", "Give it: --workload FILE.py:NAME")
@@ -292,6 +294,41 @@ def verify_in_child(
         skipped=values.skipped,
         notes=(*notes, *values.notes),
         measured=measured,
+    )
+
+
+def _verified_program(
+    file: Path, plan: Plan, options: VerifyOptions, gpu: GpuSpec | None, progress: Progress | None
+) -> Verification:
+    """Hold the plan of a program against runs of the program."""
+    from vramfit.gpus import find_gpu
+    from vramfit.planner.verification import ValuesCheck, Verification
+    from vramfit.planner.verify_questions import PlanMemoryQuestion, ProgramValuesQuestion
+
+    if options.sizes or options.card:
+        raise UsageError(
+            "the plan is for a program, whose batches are its own and which runs on a card by itself",
+            "Leave --size and --card out; python -m vramfit.with_plan runs it on a card and says what was seen",
+        )
+    card = gpu or find_gpu(plan.aim.device)
+    space = MemoryBudget(gpu=card, budget=plan.aim.budget_bytes, margin=plan.aim.margin_bytes).settled()
+    planned, program = os.path.abspath(file), plan.aim.program
+    simulated = None
+    if options.memory:
+        memory = PlanMemoryQuestion(plan=planned)
+        simulated = answered(memory, "", space, progress=progress, program=program).found
+    values = ValuesCheck(sizes=plan.aim.sizes, skipped="not asked for")
+    if options.values:
+        asked = ProgramValuesQuestion(plan=planned, steps=options.steps, seconds=options.seconds)
+        values = answered(asked, "", space, progress=progress, program=program).found
+    return Verification(
+        simulated=simulated,
+        gradients=values.gradients,
+        losses=values.losses,
+        sizes=values.sizes,
+        numerics=plan.numerics,
+        skipped=values.skipped,
+        notes=values.notes,
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from vramfit.errors import UsageError
+from vramfit.planner.comparing import ComparesItself
 from vramfit.planner.devices.card_backend import another_card, card_of
 from vramfit.planner.output_check import compare_outputs
 from vramfit.planner.planner_questions import PlannerQuestion, QuestionContext
@@ -75,9 +76,33 @@ class PlanMemoryQuestion(PlannerQuestion[Simulated]):
     def answer(self, asked: QuestionContext) -> Simulated:
         """See `PlannerQuestion.answer`."""
         plan = Plan.load(self.plan)
-        check_workload(asked.workload, sizes_of(asked.workload, dict(plan.aim.sizes)), asked.progress)
+        if not isinstance(asked.workload, ComparesItself):
+            check_workload(asked.workload, sizes_of(asked.workload, dict(plan.aim.sizes)), asked.progress)
         asked.progress("the program before and after, on the device")
         return simulate(asked.device, asked.workload, plan)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProgramValuesQuestion(PlannerQuestion[ValuesCheck]):
+    """Whether a program's gradients and losses are what its plan promises, by runs of the program on the CPU.
+
+    Attributes:
+        steps: of the loss curve.
+        seconds: for the runs, about.
+    """
+
+    plan: str
+    steps: int
+    seconds: float
+
+    def answer(self, asked: QuestionContext) -> ValuesCheck:
+        """See `PlannerQuestion.answer`."""
+        from vramfit.planner.scripts.script_comparison import values_of_program
+        from vramfit.planner.scripts.script_workload import script_of
+
+        asked.progress("gradients and losses of the program itself")
+        plan = Plan.load(self.plan)
+        return values_of_program(script_of(asked.workload), plan, steps=self.steps, seconds=self.seconds)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

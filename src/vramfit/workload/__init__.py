@@ -336,7 +336,7 @@ def load_named(target: str, kind: type[T], called: str) -> T:
     module = _run_file(path)
     if not hasattr(module, name):
         known = sorted(key for key, value in vars(module).items() if isinstance(value, kind))
-        hint = f"It has {', '.join(known)}" if known else f"Put a {called} into it"
+        hint = f"It has {', '.join(known)}" if known else _advice(short, called, name, path)
         raise UsageError(f"{path} has no {name}", hint)
     found = getattr(module, name)
     if not isinstance(found, kind) and callable(found):
@@ -344,9 +344,20 @@ def load_named(target: str, kind: type[T], called: str) -> T:
     if not isinstance(found, kind):
         raise UsageError(
             f"{name} in {path} is of type {type(found).__name__}, not a {short}",
-            f"Make it a {called}, or a function without arguments that gives one",
+            _advice(short, called, name, path),
         )
     return found
+
+
+def _advice(short: str, called: str, name: str, path: Path) -> str:
+    """What to write in the place of what is none; of a workload a template, and the page that has more."""
+    if short != "Workload":
+        return f"Make it a {called}, or a function without arguments that gives one"
+    return (
+        f"Write {name} = vramfit.Workload(model=MyModel, batch=lambda batch_size: torch.randn(batch_size, 8), "
+        'sizes={"batch_size": 4}, loss=lambda model, batch: model(batch).mean(), optimizer=torch.optim.AdamW) '
+        f"(docs/plan.md), or plan for the program itself: vramfit plan --gpu NAME {path} (docs/fit.md)"
+    )
 
 
 def _made(function: Callable[[], Any], path: Path, name: str, called: str) -> Any:

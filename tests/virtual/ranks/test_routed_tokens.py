@@ -159,7 +159,7 @@ def test_what_can_be_assumed(written: str, sizes: Assume, imbalance: float | Non
         ("imbalance", "nothing can be assumed as 'imbalance'"),
         ("imbalance=0.5", "the worst rank cannot receive 0.5 times its even share"),
         ("imbalance=nan", "the worst rank cannot receive nan times its even share"),
-        ("imbalance=x", "Write a number from 1 on"),
+        ("imbalance=x", "Write a number of at least 1"),
     ],
 )
 def test_what_cannot_be_assumed(written: str, message: str) -> None:

@@ -31,7 +31,7 @@ from vramfit.planner.scripts.script_steps import EnoughSteps
 from vramfit.planner.scripts.script_workload import ScriptWorkload
 from vramfit.planner.search_clock import SearchClock, TimeOver, limited
 from vramfit.planner.trial_attempts import most_model_bytes
-from vramfit.planner.verification import GradientCheck, judge_gradients
+from vramfit.planner.verification import GradientCheck, ValuesCheck, judge_gradients, judge_losses
 from vramfit.planner.workload_check import brief
 from vramfit.techniques import Choice, Numerics
 from vramfit.units import counted
@@ -96,13 +96,45 @@ def compare_program(script: ScriptWorkload, plan: Plan, clock: SearchClock) -> C
     )
 
 
+def values_of_program(script: ScriptWorkload, plan: Plan, *, steps: int, seconds: float) -> ValuesCheck:
+    """Gradients of a program's first step and its first losses, plain and with a plan, on the CPU.
+
+    Args:
+        steps: of the loss curve, at most.
+        seconds: for both runs, about: there are fewer steps, and fewer examples, where that is not enough.
+    """
+    choices = [choice for choice in plan.choices if choice.name != STARTING]
+    comparison = _Comparison(script, plan, SearchClock())
+    sizes = {"batch_size": comparison.examples or next(iter(script.sizes.values()))}
+    if comparison.why_not:
+        return ValuesCheck(sizes=sizes, skipped=comparison.why_not)
+    one = max(cpu_seconds(plan.before.step_flops), 1e-3)
+    taken = max(_STEPS, min(steps, math.floor(seconds / 2 / one)))
+    try:
+        with limited(SearchClock(), seconds, part=1.0):
+            plain, planned = (
+                train_here(script, some, examples=comparison.examples, steps=taken) for some in ((), choices)
+            )
+    except TimeOver:
+        return ValuesCheck(sizes=sizes, skipped="the time was over")
+    except (Exception, SystemExit) as error:  # whatever the program makes of the CPU
+        return ValuesCheck(sizes=sizes, skipped=f"the program fails on the CPU ({brief(error)})")
+    losses = judge_losses(list(plain.losses), list(planned.losses), plan.numerics)
+    gradients = judge_gradients(plain.gradients, planned.gradients, plan.numerics, plain.dtypes)
+    return ValuesCheck(
+        sizes=sizes,
+        gradients=gradients if gradients.parameters else None,
+        losses=losses if losses.plain else None,
+    )
+
+
 class _Comparison:
     """Runs of a program, plain and with this or that technique."""
 
     def __init__(self, script: ScriptWorkload, plan: Plan, clock: SearchClock) -> None:
         self._script, self._clock = script, clock
         self._plain: Trained | None = None
-        self._examples: int | None = None
+        self.examples: int | None = None
         self.why_not = ""
         loaders = [loader for loader in script.seen.loaders if loader.batch_size]
         own = loaders[0].batch_size if loaders else None
@@ -110,8 +142,8 @@ class _Comparison:
         if script.target.parameters * 4 > most_model_bytes(_PART, _MOST):
             self.why_not = "the model is too large for it here"
         elif seconds > _SECONDS and own is not None:
-            self._examples = max(min(own, _LEAST), math.floor(own * _SECONDS / seconds))
-            seconds *= self._examples / own
+            self.examples = max(min(own, _LEAST), math.floor(own * _SECONDS / seconds))
+            seconds *= self.examples / own
         if not self.why_not and seconds > _SECONDS:
             self.why_not = "a step takes too long here"
 
@@ -180,7 +212,7 @@ class _Comparison:
 
     @property
     def _words_of_way(self) -> str:
-        batch = "its own batch" if self._examples is None else counted(self._examples, "example")
+        batch = "its own batch" if self.examples is None else counted(self.examples, "example")
         return f"the program itself on the CPU, with {batch}"
 
     def _without(self) -> Trained:
@@ -190,7 +222,7 @@ class _Comparison:
 
     def _trained(self, choices: Sequence[Choice]) -> Trained:
         with limited(self._clock, _LONGEST, part=1.0):
-            return train_here(self._script, choices, examples=self._examples)
+            return train_here(self._script, choices, examples=self.examples)
 
 
 def train_here(
