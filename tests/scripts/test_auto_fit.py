@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.scripts.test_attaching import CHECKPOINTED, choices_of
+from tests.scripts.test_attached_programs import CHECKPOINTED, choices_of
 from torch import nn
 
 from vramfit.errors import UsageError
