@@ -48,7 +48,8 @@ def run(gpu: str, script: str, *arguments: str, cwd: Path) -> tuple[int, dict[st
         "PYTORCH_CUDA_ALLOC_CONF",
     )
     environ = {name: value for name, value in os.environ.items() if name not in settings}
-    command = [sys.executable, "-m", "vramfit", "run", "--gpu", gpu, "--json", str(cwd / "report.json")]
+    report = str(cwd / "report.json")
+    command = [sys.executable, "-m", "vramfit", "run", "--gpu", gpu, "--remedies", "none", "--json", report]
     done = warm.run(
         [*command, str(EXAMPLES / f"{script}.py"), *arguments],
         cwd=cwd,

@@ -68,26 +68,23 @@ class _RemediesReport(Sections):
 
     def conclusion(self, tried: TriedRemedies) -> Iterator[Text]:
         """Which row costs least, and whether there was time for all."""
-        if not tried.rows:
-            yield from self.wrapped(Text("  There was no time for any.", style="yellow"))
-        elif tried.rows[0].fits:
-            least = min(tried.rows, key=lambda row: row.total_bytes)
-            yield from self.wrapped(
-                Text.assemble("  It fits as it is; what makes most room: ", (least.name, "bold"), ".")
-            )
-        elif tried.cheapest is None:
-            yield from self.wrapped(
-                Text(f"  None of these makes it fit{' so far' if tried.cut else ''}.", style="yellow")
-            )
-        else:
-            best = tried.rows[tried.cheapest]
-            cost = (
-                "" if best.slower is None else f", its step takes {best.slower:.2f} times as long (simulated)"
-            )
-            yield from self.wrapped(Text.assemble("  Cheapest that fits: ", (best.name, "bold"), f"{cost}."))
+        style = "bold" if any(row.fits for row in tried.rows) else "yellow"
+        yield from self.wrapped(Text(f"  {conclusion_of(tried)}", style=style))
         if tried.cut:
-            yield from self.wrapped(
-                Text(
-                    f"  There was no time for more after {seconds_text(tried.seconds)}: --remedies SECONDS gives it."
-                )
-            )
+            when = seconds_text(tried.seconds)
+            text = f"  There was no time for more after {when}: --remedies SECONDS gives it."
+            yield from self.wrapped(Text(text))
+
+
+def conclusion_of(tried: TriedRemedies) -> str:
+    """What the rows come to, in a sentence."""
+    if not tried.rows:
+        return "There was no time for any."
+    if tried.rows[0].fits:
+        least = min(tried.rows, key=lambda row: row.total_bytes)
+        return f"It fits as it is; what makes most room: {least.name}."
+    if tried.cheapest is None:
+        return f"None of these makes it fit{' so far' if tried.cut else ''}."
+    best = tried.rows[tried.cheapest]
+    cost = "" if best.slower is None else f", its step takes {best.slower:.2f} times as long (simulated)"
+    return f"Cheapest that fits: {best.name}{cost}."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from vramfit.report.html.markup import Html, join, table, tag
+from vramfit.report.remedy_table import conclusion_of
 from vramfit.trace.tried_remedies import TriedRemedies
 from vramfit.units import format_bytes
 
@@ -19,14 +20,21 @@ def remedies_html(tried: TriedRemedies | None) -> Html:
             format_bytes(row.total_bytes),
             "" if row.slower is None else f"{row.slower:.2f} x",
             row.name,
-            " ; ".join(row.how),
             row.changes,
         )
         for row in tried.rows
     ]
-    heads = ("", "needs", "step", "remedy", "how", "changes in the results")
-    best = None if tried.cheapest is None else tried.rows[tried.cheapest].name
-    words = f"Cheapest that fits: {best}." if best else "None of these makes it fit."
+    heads = ("", "needs", "step", "remedy", "changes in the results")
+    ways = [
+        tag("li", f"{row.name}: ", join(tag("code", line) for line in row.how))
+        for row in tried.rows
+        if row.how and " + " not in row.name
+    ]
     return join(
-        [tag("h3", "Tried on the program, each run for two steps"), table(heads, rows), tag("p", words)]
+        [
+            tag("h3", "Tried on the program, each run for two steps"),
+            table(heads, rows),
+            tag("p", conclusion_of(tried)),
+            tag("ul", join(ways)),
+        ]
     )
