@@ -39,7 +39,6 @@ class VirtualSettings(ChildSettings):
         limit: what becomes of requests for which the card has no room.
         begins_at: with `CardLimit.COLLECTED`, bytes of the card that can be had before garbage is first collected.
         aside: the program gets an empty input, what it prints is dropped, and it reaches no other machine.
-        silent: the program gets an empty input, and what it prints is dropped.
     """
 
     ours: Iterable[str | os.PathLike[str]] = ()
@@ -48,7 +47,6 @@ class VirtualSettings(ChildSettings):
     limit: CardLimit = CardLimit.FAILS
     begins_at: int | None = None
     aside: bool = False
-    silent: bool = False
 
 
 PLAIN = VirtualSettings()
@@ -122,7 +120,7 @@ def run_in_child(command: Sequence[str], options: RunOptions, settings: VirtualS
                 "vramfit.virtual.virtual_child",
                 job,
                 environ=_stand_ins(options),
-                aside=settings.aside or settings.silent,
+                aside=settings.aside,
             )
             return run if run.files is not None else replace(run, files=recovered(policy))
 

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
+from vramfit.masking import mask_arguments
 from vramfit.trace.observed_program import ObservedOption
 
 
@@ -28,6 +29,8 @@ def _option(action: argparse.Action, value: Any) -> ObservedOption | None:
     """An option as what may be told of it; what could be a secret, a path or a name is left out."""
     flags = [flag for flag in action.option_strings if flag.startswith("--")] or action.option_strings
     if not flags or not isinstance(value, bool | int):
+        return None
+    if mask_arguments((flags[0], str(value))) != (flags[0], str(value)):
         return None
     is_flag = action.nargs == 0 or isinstance(value, bool)
     return ObservedOption(flag=flags[0], value=int(value), is_flag=is_flag)

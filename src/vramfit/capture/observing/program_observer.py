@@ -40,7 +40,7 @@ from vramfit.capture.observing.training_finder import (
 )
 from vramfit.capture.observing.wrappers import peeled
 from vramfit.patching import PatchStack
-from vramfit.torch_internals.layers import wraps_compiled
+from vramfit.torch_internals.layers import is_compiled
 from vramfit.trace.observed_program import (
     ObservedLoader,
     ObservedModel,
@@ -225,7 +225,10 @@ class ProgramObserver:
             if not self.finder.trains(root):
                 return
             number = self._models[root] = len(self._seen)
-            self._seen.append(self._describe(root))
+            try:
+                self._seen.append(self._describe(root))
+            except Exception:  # whatever a program's objects make of being looked at, it goes on
+                self._seen.append(ObservedModel(kind=type(root).__name__, parameters=0, trained=0))
             self.on_training(root)
         one = self._seen[number]
         if torch.is_grad_enabled():
@@ -247,8 +250,9 @@ class ProgramObserver:
         if not self._seen:
             framework, settings = framework_here()
             self._found = replace(self._found, framework=framework, settings=settings)
-        self._look_at_arguments(root, len(self._seen))
-        self._look_at_autocast(root, model)
+        if not any(map(is_compiled, {root, *model.modules()})):  # hooks would be compiled
+            self._look_at_arguments(root, len(self._seen))
+            self._look_at_autocast(model)
         frame = program_frame()
         return ObservedModel(
             kind=type(model).__name__,
@@ -272,10 +276,10 @@ class ProgramObserver:
 
         handle = root.register_forward_pre_hook(look, with_kwargs=True)
 
-    def _look_at_autocast(self, root: nn.Module, model: nn.Module) -> None:
-        """Note autocast inside of a call; what is compiled is left as it is."""
+    def _look_at_autocast(self, model: nn.Module) -> None:
+        """Note autocast inside of a call."""
         inner = next((one for one in model.modules() if not list(one.children())), None)
-        if inner is None or wraps_compiled(root):
+        if inner is None:
             return
 
         def look(_module: nn.Module, _args: Any) -> None:

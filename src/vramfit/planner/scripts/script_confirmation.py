@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from vramfit.errors import VramfitError
+from vramfit.launch.offline import OFFLINE
 from vramfit.options.run_options import RunOptions
 from vramfit.planner.planned_program import PlannedProgram
 from vramfit.planner.planner_job import DeviceMemory
@@ -52,9 +53,9 @@ def _run(planned: PlannedProgram, memory: DeviceMemory) -> Run:
     spec = memory.gpu
     assert spec is not None
     card = replace(spec, total_bytes=memory.limit, context_bytes=spec.typical_context_bytes)
-    options = RunOptions(gpu=card, alloc_conf=memory.alloc_conf, steps=_STEPS)
+    options = RunOptions(gpu=card, alloc_conf=memory.alloc_conf, steps=_STEPS, environ=OFFLINE)
     return run_in_child(
         planned.plan.aim.program,
         planned.options(options),
-        VirtualSettings(hooks=(planned.hook,), silent=True),
+        VirtualSettings(hooks=(planned.hook,), aside=True),
     )

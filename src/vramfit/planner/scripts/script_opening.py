@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from vramfit.errors import UsageError
+from vramfit.launch.offline import OFFLINE, refuse_connections
 from vramfit.options.run_options import RunOptions
 from vramfit.planner.planner_job import DeviceMemory
 from vramfit.planner.scripts.script_backend import ScriptBackend
@@ -29,5 +31,8 @@ def opened_program(
         raise UsageError("a program is planned for on a virtual card", "Choose it: --gpu NAME")
     options = replace(run or RunOptions(), gpu=memory.gpu, alloc_conf=memory.alloc_conf)
     device = ScriptBackend(options, program, host_bytes=memory.host_bytes)
+    # The program is run many times here: what it sends to others, it would send as often.
+    os.environ.update(OFFLINE)
+    refuse_connections()
     progress("what the program trains")
     return device, device.workload(compare_program)

@@ -1,9 +1,10 @@
 """Runs a program inside of this process, again and again, as if each time were the first.
 
-What a program leaves behind is taken away after each run: its ``__main__``, the modules that it imported from its own
-folder, its arguments and paths, process groups, and the state of accelerate. Libraries stay imported, which is what
-makes a second run quick. Whether a run after others takes the same memory as one in a process of its own is not taken
-for granted: a plan is confirmed by such a one.
+It reads an empty input, prints to nobody, and reaches no other machine (launch/offline.py): what it sends, it would send
+as often as it is run. What it leaves behind is taken away after each run: its ``__main__``, the modules that it imported
+from its own folder, its arguments and paths, process groups, and the state of accelerate. Libraries stay imported, which
+is what makes a second run quick. Whether a run after others takes the same memory as one in a process of its own is not
+taken for granted: a plan is confirmed by such a one.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 
 from vramfit.launch.running import become
+from vramfit.patching import PatchStack
 from vramfit.planner.scripts.script_steps import EnoughSteps
 from vramfit.trace.frames import Origin, origin
 
@@ -81,12 +83,15 @@ def _is_own(module: Any) -> bool:
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """Drop what the program prints."""
+    """Drop what the program prints, and give it an empty input."""
     with (
+        open(os.devnull, encoding="utf-8") as nothing,
         open(os.devnull, "w", encoding="utf-8") as nowhere,
+        PatchStack() as patches,
         contextlib.redirect_stdout(nowhere),
         contextlib.redirect_stderr(nowhere),
     ):
+        patches.set(sys, "stdin", nothing)
         yield
 
 
