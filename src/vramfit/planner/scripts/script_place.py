@@ -1,10 +1,10 @@
 """Runs a program inside of this process, again and again, as if each time were the first.
 
-It reads an empty input, prints to nobody, and reaches no other machine (launch/offline.py): what it sends, it would send
-as often as it is run. What it leaves behind is taken away after each run: its ``__main__``, the modules that it imported
-from its own folder, its arguments and paths, process groups, and the state of accelerate. Libraries stay imported, which
-is what makes a second run quick. Whether a run after others takes the same memory as one in a process of its own is not
-taken for granted: a plan is confirmed by such a one.
+It reads an empty input, prints to nobody, and reaches no other machine (launch/offline.py): what it sends, it would
+send as often as it is run. What it leaves behind is taken away after each run: its ``__main__``, the modules that it
+imported from its own folder, its arguments and paths, process groups, and the state of accelerate. Libraries stay
+imported, which is what makes a second run quick. Whether a run after others takes the same memory as one in a process
+of its own is not taken for granted: a plan is confirmed by such a one.
 """
 
 from __future__ import annotations
