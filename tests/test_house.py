@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "vramfit"
 
 SAME_CLASS = {
+    "AutoFit": "Lightning's and transformers' callback, as `PlanCallback`",
     "OutOfMemory": "the allocator's adds the figures to the one of the exception tree, which is what programs catch",
     "PlanCallback": "Lightning's and transformers' callback: each is what its framework's users look for",
     "VirtualGPU": "the public one adds the report, which stands on a higher floor, to that of virtual/",
