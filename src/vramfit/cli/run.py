@@ -256,7 +256,7 @@ def _tell(run: Run, found: Reconciliation | None, outputs: _Outputs, tries: Reme
         return verdict
     if outputs.json != Path("-"):
         _show(run, verdict, found, outputs.json)
-    run = replace(run, remedies=tries.tried(seconds))
+    run = replace(run, remedies=tries.tried(seconds, run))
     try:
         _write(run, verdict, found, outputs)
     finally:

@@ -62,14 +62,26 @@ class RemedyTries:
         interrupted = run.progress.is_cut and not run.progress.was_asked_for
         return max(LEAST_SECONDS, run.seconds_wall) if verdict.fits is False and not interrupted else 0.0
 
-    def tried(self, seconds: float) -> TriedRemedies:
+    def tried(self, seconds: float, run: Run) -> TriedRemedies:
         """Try them; a line of the terminal says what is being tried."""
         from vramfit.planner.remedies.tried import tried_remedies
         from vramfit.trace.tried_remedies import TriedRemedies
 
+        if why_not := _untrained(run):
+            return TriedRemedies(why_not=why_not)
         try:
             with showing() as progress:
                 progress("trying what makes it fit")
                 return tried_remedies(self.command, self.options, seconds, progress)
         except KeyboardInterrupt:
             return TriedRemedies(why_not="it was interrupted")
+
+
+def _untrained(run: Run) -> str:
+    """Why nothing can be tried on a program that ran to its end; empty where it trains, or was not seen to its end."""
+    whole = run if not run.ran_out else None if run.again is None else run.again.run
+    if whole is None or whole.progress.is_cut or whole.exit_code or whole.observed is None:
+        return ""
+    if whole.observed.unclear:
+        return whole.observed.unclear[0]
+    return "" if whole.observed.models else "the program trains no model"
