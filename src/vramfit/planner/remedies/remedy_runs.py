@@ -190,8 +190,12 @@ class RemedyRuns:
         return known is not None and bool(known.fits)
 
     def _together(self) -> ProgramRemedy | None:
-        """The remedy that was run and needs least."""
-        tried = [row for row in self._rows if row.total_bytes and row.name in self._by_row]
+        """Of what was run with the whole batch, what needs least."""
+        tried = [
+            row
+            for row in self._rows
+            if row.total_bytes and row.name in self._by_row and "batch" not in row.name
+        ]
         best = min(tried, key=lambda row: row.total_bytes, default=None)
         return None if best is None or best.name == AS_IT_IS else self._by_row[best.name]
 
