@@ -11,6 +11,7 @@ import argparse
 import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial, wraps
 from typing import Any
@@ -130,15 +131,15 @@ class ProgramObserver:
             return
         self.finder.meet(optimizer)
         self._number[optimizer] = len(self._optimizers)
-        self._optimizers.append(
-            ObservedOptimizer(
-                kind=type(optimizer).__name__,
+        seen = ObservedOptimizer(kind=type(optimizer).__name__, parameters=0, at=program_line())
+        with suppress(Exception):  # an optimizer of the program's own may look different
+            seen = replace(
+                seen,
                 parameters=sum(map(elements, parameters_of(optimizer))),
-                at=program_line(),
                 model_as=model_name_here(optimizer),
                 wants_closure=_wants_closure(optimizer),
             )
-        )
+        self._optimizers.append(seen)
 
     def _took_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         number = self._number.get(optimizer)
@@ -171,7 +172,8 @@ class ProgramObserver:
             found = original(loader)
             number = self._loaders.get(loader)
             if number is not None:
-                self._iterators[found] = number
+                with suppress(TypeError):  # one of a library's own, which cannot be followed
+                    self._iterators[found] = number
                 owner = next((base for base in type(found).__mro__ if "__next__" in vars(base)), None)
                 if owner is not None and owner not in followed:
                     followed.add(owner)
@@ -186,7 +188,9 @@ class ProgramObserver:
         @wraps(original)
         def following(iterator: Any) -> Any:
             batch = original(iterator)
-            number = self._iterators.get(iterator)
+            number = None
+            with suppress(TypeError):
+                number = self._iterators.get(iterator)
             if number is not None:
                 one = self._loaded[number]
                 self._loaded[number] = replace(one, batches=one.batches + 1)
