@@ -70,6 +70,12 @@ def seeds_without_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
+def no_remedies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Try no remedies on the many programs that run out here, unless a test asks for them."""
+    monkeypatch.setenv("VRAMFIT_REMEDIES", "none")
+
+
+@pytest.fixture(autouse=True)
 def same_environment() -> Iterator[None]:
     """Put back the variables that a test or a library changed: MONAI sets CUBLAS_WORKSPACE_CONFIG when imported."""
     before = dict(os.environ)

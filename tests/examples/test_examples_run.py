@@ -49,7 +49,7 @@ def run(gpu: str, script: str, *arguments: str, cwd: Path) -> tuple[int, dict[st
     )
     environ = {name: value for name, value in os.environ.items() if name not in settings}
     report = str(cwd / "report.json")
-    command = [sys.executable, "-m", "vramfit", "run", "--gpu", gpu, "--remedies", "none", "--json", report]
+    command = [sys.executable, "-m", "vramfit", "run", "--gpu", gpu, "--json", report]
     done = warm.run(
         [*command, str(EXAMPLES / f"{script}.py"), *arguments],
         cwd=cwd,

@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from vramfit.cli import app
+from vramfit.cli.run_remedies import remedies_choice
 from vramfit.errors import UsageError
 
 
@@ -67,6 +68,16 @@ def test_a_program_that_fits_is_left_alone_unless_asked(written: Callable[[str],
 def test_a_program_that_trains_nothing_says_why_nothing_was_tried(written: Callable[[str], str]) -> None:
     found = CliRunner().invoke(app, ["run", "--gpu", "8GiB", "--remedies", "20", written("UNTRAINED")])
     assert "No remedy was tried: the program trains no model." in " ".join(found.output.split())
+
+
+def test_the_environment_chooses_where_the_command_line_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert remedies_choice(None) == 0  # of all tests
+    monkeypatch.setenv("VRAMFIT_REMEDIES", "auto")
+    assert remedies_choice(None) is None
+    monkeypatch.setenv("VRAMFIT_REMEDIES", "soon")
+    with pytest.raises(UsageError, match="VRAMFIT_REMEDIES soon is no choice"):
+        remedies_choice(None)
+    assert remedies_choice("20s") == 20
 
 
 @pytest.mark.parametrize("text", ["soon", "0", "-1", "inf"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,14 +18,22 @@ if TYPE_CHECKING:
 
 AUTO, NONE = "auto", "none"
 
+REMEDIES_VARIABLE = "VRAMFIT_REMEDIES"
+"""Environment variable that says what ``--remedies`` is where it is not given."""
+
 
 def remedies_choice(text: str | None) -> float | None:
     """Seconds that remedies are tried for, whatever the verdict; 0 for never, None for where it does not fit.
 
+    Args:
+        text: of the option; None where it was not given, and a variable of the environment decides.
+
     Raises:
         UsageError: it is neither ``auto`` nor ``none`` nor a number of seconds.
     """
-    if text is None or text == AUTO:
+    named = "--remedies" if text is not None else REMEDIES_VARIABLE
+    text = os.environ.get(REMEDIES_VARIABLE) if text is None else text
+    if not text or text == AUTO:
         return None
     if text == NONE:
         return 0.0
@@ -33,7 +42,7 @@ def remedies_choice(text: str | None) -> float | None:
     except ValueError:
         seconds = math.nan
     if not 0 < seconds < math.inf:
-        raise UsageError(f"--remedies {text} is no choice", "Write auto, none, or a number of seconds")
+        raise UsageError(f"{named} {text} is no choice", "Write auto, none, or a number of seconds")
     return seconds
 
 
