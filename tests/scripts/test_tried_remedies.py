@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from vramfit.cli import app
-from vramfit.cli.run_remedies import remedies_choice
+from vramfit.cli.run_remedies import RemedyTries, remedies_choice
 from vramfit.errors import UsageError
+from vramfit.gpus import find_gpu
+from vramfit.options.run_options import RunOptions
+from vramfit.trace.outcome import Progress
 
 
 def report_of(*arguments: str) -> dict[str, object]:
@@ -85,3 +90,17 @@ def test_a_choice_of_remedies_that_is_none_is_refused(written: Callable[[str], s
     found = CliRunner().invoke(app, ["run", "--gpu", "8GiB", "--remedies", text, written("LOOP")])
     assert isinstance(found.exception, UsageError)
     assert found.exception.message == f"--remedies {text} is no choice"
+
+
+@pytest.mark.parametrize(
+    ("choice", "fits", "seconds"),
+    [(None, False, 300.0), (None, True, 0.0), (None, None, 0.0), (0.0, False, 0.0), (20.0, True, 20.0)],
+)
+def test_a_run_that_does_not_fit_is_followed_by_remedies_for_as_long_as_it_took(
+    choice: float | None, fits: bool | None, seconds: float
+) -> None:
+    run: Any = SimpleNamespace(progress=Progress(), seconds_wall=300.0)
+    verdict: Any = SimpleNamespace(fits=fits)
+    tries = RemedyTries(choice, ["train.py"], RunOptions(gpu=find_gpu("RTX 3090")))
+    assert tries.seconds(run, verdict) == seconds
+    assert RemedyTries(choice, ["train.py"], RunOptions()).seconds(run, verdict) == 0  # a recorded run
