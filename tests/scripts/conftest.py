@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from tests.scripts import programs
 from tests.techniques.conftest import one_thread
+from tests.virtual.conftest import fit_interpreter
 
-__all__ = ["one_thread"]
+__all__ = ["fit_interpreter", "one_thread"]
 
 
 @pytest.fixture
