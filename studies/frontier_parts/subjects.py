@@ -76,9 +76,9 @@ class Subject:
     every: tuple[int, ...]
 
 
-def tenths(first: int, last: int) -> Callable[[int], tuple[int, ...]]:
+def tenths(*parts: int) -> Callable[[int], tuple[int, ...]]:
     """Budgets that are so many tenths of the plain peak, in whole MiB."""
-    return lambda peak: tuple(peak * part // 10 // MIB * MIB for part in range(first, last + 1))
+    return lambda peak: tuple(peak * part // 10 // MIB * MIB for part in parts)
 
 
 # -- language models -------------------------------------------------------------------------------------------------
@@ -336,8 +336,8 @@ def subjects() -> dict[str, Subject]:
             title="GPT-2 small, batch 2 x 512",
             workload=plain,
             chunked=chunked,
-            budgets=lambda _: tuple(size * MIB for size in range(480, 1601, 80)),
-            ratios=(0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0),
+            budgets=lambda _: tuple(size * MIB for size in range(480, 1601, 160)),
+            ratios=(0.0, 0.2, 0.4, 0.6, 0.8, 1.0),
             every=(1, 2, 3),
         ),
         Subject(
@@ -345,7 +345,7 @@ def subjects() -> dict[str, Subject]:
             title="ResNet-50, batch 8 x 3 x 128 x 128",
             workload=_resnet(),
             chunked={},
-            budgets=tenths(3, 9),
+            budgets=tenths(3, 5, 7, 9),
             ratios=coarse,
             every=(1, 2, 3),
         ),
@@ -354,7 +354,7 @@ def subjects() -> dict[str, Subject]:
             title="MONAI U-Net in two dimensions, batch 4 x 1 x 256 x 256",
             workload=_unet(),
             chunked={},
-            budgets=tenths(3, 9),
+            budgets=tenths(3, 5, 7, 9),
             ratios=coarse,
             every=(1, 2),
         ),
@@ -363,7 +363,7 @@ def subjects() -> dict[str, Subject]:
             title="8 Llama blocks of width 512, batch 4 x 512",
             workload=_llama(),
             chunked={},
-            budgets=tenths(3, 9),
+            budgets=tenths(3, 5, 7, 9),
             ratios=coarse,
             every=(1, 2, 3),
         ),
@@ -372,7 +372,7 @@ def subjects() -> dict[str, Subject]:
             title="T5 of 4 + 4 layers of width 256, batch 4 x 256",
             workload=_t5(),
             chunked={},
-            budgets=tenths(3, 9),
+            budgets=tenths(3, 5, 7, 9),
             ratios=coarse,
             every=(1, 2, 3),
         ),
@@ -381,7 +381,7 @@ def subjects() -> dict[str, Subject]:
             title="ViT-S/16, batch 8 x 3 x 224 x 224",
             workload=_vit(),
             chunked={},
-            budgets=tenths(3, 9),
+            budgets=tenths(3, 5, 7, 9),
             ratios=coarse,
             every=(1, 2, 3),
         ),
@@ -390,7 +390,7 @@ def subjects() -> dict[str, Subject]:
             title="GPT-2 of 2 blocks of width 128, batch 2 x 128",
             workload=little,
             chunked=cut,
-            budgets=lambda peak: tenths(4, 8)(peak)[::2],
+            budgets=tenths(4, 6, 8),
             ratios=(0.0, 1.0),
             every=(1, 2),
         ),
