@@ -5,9 +5,12 @@ from __future__ import annotations
 import hashlib
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 from stranger_runs.manifest import REQUIREMENTS
+
+_PROJECT = REQUIREMENTS.parents[2] / "pyproject.toml"
 
 _DONE = "ready"
 _FAILED = "failed.txt"
@@ -48,7 +51,8 @@ def python_of(group: str, root: Path) -> Path:
     wanted = REQUIREMENTS / f"{group}.txt"
     alone = REQUIREMENTS / f"{group}-without-dependencies.txt"
     lists = [path for path in (wanted, alone) if path.is_file()]
-    kept = [path.read_bytes() for path in lists]
+    own = needed_by_vramfit()
+    kept = [path.read_bytes() for path in lists] + [" ".join(own).encode()]
     # A changed patch must reach the environments that are there.
     kept += [patch.encode() for patch in (SCHEMAS, UNCHECKED, UNHASHED)]
     stamp = hashlib.sha256(b"".join(kept)).hexdigest()
@@ -62,10 +66,18 @@ def python_of(group: str, root: Path) -> Path:
     for path in lists:
         options = ["--no-deps"] if path == alone else []
         _install(place, python, [*options, "-r", str(path)], stamp)
+    _install(place, python, own, stamp)
     _adapt_torchvision(place)
     _append(place, "keras/src/utils/file_utils.py", UNHASHED)
     (place / _DONE).write_text(stamp, encoding="utf-8")
     return python
+
+
+def needed_by_vramfit() -> list[str]:
+    """The requirements of vramfit itself, as pip takes them; what a group has pinned already stays."""
+    with _PROJECT.open("rb") as file:
+        requirements: list[str] = tomllib.load(file)["project"]["dependencies"]
+    return requirements
 
 
 def folder_of(packages: tuple[str, ...], group: str, root: Path) -> Path:
