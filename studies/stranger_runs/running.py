@@ -31,6 +31,23 @@ class NotPrepared(Exception):
     """Data could not be made, or the repository could not prepare it."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ready:
+    """A script with all that it needs in place.
+
+    Attributes:
+        python: the interpreter of its group.
+        folder: where it runs.
+        words: script or module, and arguments.
+        environment: of its process.
+    """
+
+    python: Path
+    folder: Path
+    words: tuple[str, ...]
+    environment: dict[str, str]
+
+
 @dataclass(kw_only=True, slots=True)
 class Bench:
     """Where things lie, and what runs."""
@@ -59,23 +76,38 @@ class Bench:
     def run(self, script: Script) -> Outcome:
         """Run one script and keep what became of it."""
         try:
-            with self.lock(f"environment {script.group}"):
-                python = python_of(script.group, self.environments)
-                if script.packages:
-                    folder_of(script.packages, script.group, self.environments)
-            place = self.work / "runs" / script.name
-            shutil.rmtree(place, ignore_errors=True)
-            folder = self._folder(script, place)
-            self._prepare(script, python, folder)
-            outcome = self._attempt(script, python, folder)
+            outcome = self._attempt(script, self.ready(script))
             if not self.keep:
-                shutil.rmtree(place, ignore_errors=True)
+                shutil.rmtree(self.place(script), ignore_errors=True)
         except EnvironmentFailed as failure:
             outcome = Outcome(name=script.name, ending=Ending.NOT_INSTALLED, cause=str(failure)[:300])
         except (NotPrepared, CheckoutError) as failure:
             outcome = Outcome(name=script.name, ending=Ending.NOT_PREPARED, cause=str(failure)[-300:])
         save(self.results, outcome)
         return outcome
+
+    def place(self, script: Script) -> Path:
+        """The folder of a script's checkout."""
+        return self.work / "runs" / script.name
+
+    def ready(self, script: Script) -> Ready:
+        """Install, check out and prepare what a script needs.
+
+        Raises:
+            EnvironmentFailed: its packages do not install.
+            CheckoutError: its repository is not to be had.
+            NotPrepared: its data could not be made.
+        """
+        with self.lock(f"environment {script.group}"):
+            python = python_of(script.group, self.environments)
+            if script.packages:
+                folder_of(script.packages, script.group, self.environments)
+        place = self.place(script)
+        shutil.rmtree(place, ignore_errors=True)
+        folder = self._folder(script, place)
+        self._prepare(script, python, folder)
+        words = tuple(word.replace("{bin}", str(python.parent)) for word in script.command)
+        return Ready(python=python, folder=folder, words=words, environment=self._environment(script, folder))
 
     def _folder(self, script: Script, place: Path) -> Path:
         """The folder in which the script runs, in a fresh copy of its repository."""
@@ -147,22 +179,21 @@ class Bench:
         if done.returncode:
             raise NotPrepared(f"{what} failed: {(done.stderr or done.stdout).strip()[-250:]}")
 
-    def _attempt(self, script: Script, python: Path, folder: Path) -> Outcome:
+    def _attempt(self, script: Script, ready: Ready) -> Outcome:
         self.results.mkdir(parents=True, exist_ok=True)
         report = self.results / f"{script.name}.json"
         report.unlink(missing_ok=True)
         log = self.results / f"{script.name}.log"
-        words = [word.replace("{bin}", str(python.parent)) for word in script.command]
         most = self.seconds or script.seconds
-        limits = ["--steps", str(script.steps), "--time", f"{most}s"] if self.has_steps(python) else []
-        command = [str(python), "-m", "vramfit", "run", "--gpu", self.gpu, *script.options, *limits]
-        command += ["--json", str(report), *words]
+        limits = ["--steps", str(script.steps), "--time", f"{most}s"] if self.has_steps(ready.python) else []
+        command = [str(ready.python), "-m", "vramfit", "run", "--gpu", self.gpu, *script.options, *limits]
+        command += ["--json", str(report), *ready.words]
         begin = time.monotonic()
         with log.open("wb") as output:
             process = subprocess.Popen(
                 command,
-                cwd=folder,
-                env=self._environment(script, folder),
+                cwd=ready.folder,
+                env=ready.environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -173,7 +204,13 @@ class Bench:
         seconds = time.monotonic() - begin
         printed = log.read_text(encoding="utf-8", errors="replace")
         return judge(
-            script.name, shlex.join(words), process.returncode, seconds, _read(report), printed, was_stopped
+            script.name,
+            shlex.join(ready.words),
+            process.returncode,
+            seconds,
+            _read(report),
+            printed,
+            was_stopped,
         )
 
     def has_steps(self, python: Path) -> bool:
