@@ -140,6 +140,36 @@ with torch.no_grad():
     model(torch.randn(8, 64, device="cuda"))
 """
 
+COUNTING = """
+import time
+import torch
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.linear, self.calls, self.at = nn.BatchNorm1d(16), nn.Linear(16, 16), 0, 0.0
+        self.register_buffer("batches", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        self.at = time.perf_counter()
+        self.batches += 1
+        return torch.relu(self.linear(self.norm(x)))
+
+
+torch.manual_seed(0)
+device = "cuda" if torch.cuda.is_available() else "cpu"
+model = nn.Sequential(Block(), Block(), Block()).to(device)
+optimizer = torch.optim.AdamW(model.parameters())
+for x in torch.utils.data.DataLoader(torch.arange(512.0).reshape(32, 16).sin(), batch_size=8):
+    loss = model(x.to(device)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
 REBINDING = """
 import torch
 from torch import nn

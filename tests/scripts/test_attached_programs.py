@@ -87,6 +87,43 @@ def test_an_exchanged_optimizer_steps_in_the_loop_and_follows_the_programs_sched
     assert [one for one, _ in values] != [other for _, other in values]
 
 
+def test_a_schedule_that_is_made_after_the_first_pass_drives_an_exchanged_optimizer(
+    plain: tuple[str, list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    script, _ = plain
+    text = Path(script).read_text()
+    made = next(line for line in text.splitlines() if line.startswith("schedule ="))
+    text = text.replace(made + "\n", "schedule = None\n")
+    Path(script).write_text(
+        text.replace(
+            "    loss.backward()\n",
+            f"    loss.backward()\n    schedule = schedule or {made.partition(' = ')[2]}\n",
+        )
+    )
+    losses, found = (run(script, capsys, settings) for settings in ({}, {"low-bit-optimizer": {}}))
+    assert [line.split()[1] for line in found] == [line.split()[1] for line in losses]
+    assert len({line.split()[1] for line in found}) == 10
+
+
+@pytest.mark.parametrize(
+    ("name", "setting"),
+    [
+        ("mixed-precision", {"dtype": "float16"}),
+        ("optimizer-offload", {"offload_gradients": True}),
+        ("parameter-offload", {"gradients": "device"}),
+        ("micro-batching", {"count": 2}),
+        ("step-in-backward", {}),
+        ("low-precision-training", {}),
+    ],
+)
+def test_a_plan_that_needs_the_loop_is_refused_by_its_technique(
+    written: Callable[[str], str], name: str, setting: Mapping[str, Any]
+) -> None:
+    plan = write_plan({name: setting})
+    with pytest.raises(UsageError, match=f"{name} changes the training loop, .* it would have to"):
+        main([str(plan), written("LOOP")])
+
+
 def test_what_watched_for_the_model_is_gone_once_the_plan_is_attached() -> None:
     init, call = torch.optim.Optimizer.__init__, torch.nn.Module.__call__
 
@@ -130,16 +167,6 @@ def test_a_program_that_trains_nothing_is_told_that_the_plan_was_not_attached(
     run(script, capsys, CHECKPOINTED)
     main([str(write_plan(CHECKPOINTED)), script])
     assert "plan.toml was not attached: the program trained no model" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("name", ["micro-batching", "step-in-backward"])
-def test_a_plan_that_changes_the_loop_is_refused_by_its_technique(
-    written: Callable[[str], str], name: str
-) -> None:
-    setting = {"count": 2} if name == "micro-batching" else {}
-    plan = write_plan({name: setting})
-    with pytest.raises(UsageError, match=f"{name} changes the training loop"):
-        main([str(plan), written("LOOP")])
 
 
 @pytest.mark.parametrize("arguments", [[], ["plan.toml"], ["plan.toml", "-m"], ["nope.toml", "loop.py"]])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
+from types import MethodType
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ def attach_to_optimizer(original: Optimizer, live: AttachedProgram) -> None:
     plain_step = original.step
 
     @wraps(plain_step)
-    def step(*args: Any, **kwargs: Any) -> Any:
+    def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
         for action in (*live.gathering, *live.before_step):
             action()
         found = plain_step(*args, **kwargs) if taken is original else taken.step(*args, **kwargs)
@@ -44,7 +45,8 @@ def attach_to_optimizer(original: Optimizer, live: AttachedProgram) -> None:
             action()
         return found
 
-    _put(live, original, "step", step)
+    # A method, as it was: schedules that are made later take it apart (torch/optim/lr_scheduler.py, __init__).
+    _put(live, original, "step", MethodType(step, original))
     if taken is not original:
         _put(live, original, "zero_grad", _both(original.zero_grad, taken.zero_grad))
         _put(live, original, "state_dict", taken.state_dict)

@@ -28,9 +28,6 @@ from vramfit.techniques import AttachedProgram, AttachStage, Choice
 STARTING = "allocator-settings"
 """The technique that a program is started with."""
 
-_LOOP = frozenset({"micro-batching", "step-in-backward", "low-precision-training"})
-"""Techniques that change the loop itself, which an unmodified program owns."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainedTarget:
@@ -56,12 +53,12 @@ def check_attachable(choices: Sequence[Choice]) -> None:
     """Refuse what no unmodified program can be given.
 
     Raises:
-        UsageError: a technique changes the loop.
+        UsageError: a technique needs the loop's help.
     """
     for choice in choices:
-        if choice.name in _LOOP:
+        if needs := choice.needs_of_loop:
             raise UsageError(
-                f"{choice.name} changes the training loop, which belongs to the program",
+                f"{choice.name} changes the training loop, which belongs to the program: it would have to {needs}",
                 f"Plan for the script itself (vramfit plan SCRIPT), or forbid {choice.name} in the plan",
             )
 
@@ -76,6 +73,7 @@ class AttachedScript:
 
     Attributes:
         live: the program with its techniques; None until they are attached.
+        attached: called with the program once its techniques are attached, before the pass.
         exchanged: called with the program's optimizer where another takes its place.
         seen: the trained models that passed by.
     """
@@ -85,6 +83,7 @@ class AttachedScript:
     ) -> None:
         check_attachable(choices)
         self.live: AttachedProgram | None = None
+        self.attached: Callable[[AttachedProgram], object] = lambda _live: None
         self.exchanged: Callable[[torch.optim.Optimizer], object] = lambda _optimizer: None
         self.seen: list[TrainedTarget] = []
         self._choices = tuple(choice for choice in choices if choice.name != STARTING)
@@ -117,6 +116,7 @@ class AttachedScript:
             attach_to_optimizer(_inner(optimizer), live)
             if live.optimizer is not _inner(optimizer):
                 self.exchanged(_inner(optimizer))
+        self.attached(live)
         return True
 
     def watch_steps(self, refuse: Callable[[VramfitError], object], patches: PatchStack) -> None:

@@ -20,12 +20,13 @@ import torch
 from torch import nn
 
 from vramfit.errors import UsageError
+from vramfit.gpus import GpuSpec
 from vramfit.planner.comparing import Compared, ComparesItself
 from vramfit.planner.devices.cost import DeviceBackend
-from vramfit.planner.devices.virtual_backend import VirtualBackend
 from vramfit.planner.largest_size import search_for
 from vramfit.planner.output_check import OutputCheck, compare_outputs, outputs_of
 from vramfit.planner.plans import MEMORY, THROUGHPUT, NothingFits, Plan, PlanRequest
+from vramfit.planner.promise_comparison import words_of_check, words_of_fault
 from vramfit.planner.search import PlanSearch
 from vramfit.planner.search_cache import Runs, SearchCache
 from vramfit.planner.search_clock import TIME_OVER, SearchClock, TimeOver, limited
@@ -307,7 +308,7 @@ class _Comparison:
             check = found
         if check is None or not check.parameters:
             return Compared()
-        return Compared(note=self._words(check), by=self._words_of_way)
+        return Compared(note=words_of_check(check, self._words_of_way), by=self._words_of_way)
 
     def _judged(self, choices: Sequence[Choice], level: Numerics) -> tuple[GradientCheck, bool]:
         """The gradients beside the plain program's, and whether the losses are equal where they have to be."""
@@ -330,29 +331,15 @@ class _Comparison:
         choices, level = broken.choices, broken.level
         self._check_measure()
         fault = self._alone(choices) or self._left_out(choices, level) or choices[-1]
-        return Compared(note=f"{self._words_of_fault(fault, broken)}.", fault=fault)
+        return Compared(note=f"{words_of_fault(fault, broken.check, self._words_of_way)}.", fault=fault)
 
     def suspected(self, broken: _Broken) -> Compared:
         """The technique that promises least of those that break a promise together."""
         fault = max(broken.choices, key=lambda choice: choice.promise.numerics)
         alone = "" if len(broken.choices) == 1 else "; there was no time to find out whose fault it is"
-        return Compared(note=f"{self._words_of_fault(fault, broken)}{alone}.", fault=fault)
-
-    def _words_of_fault(self, fault: Choice, broken: _Broken) -> str:
-        check = broken.check
-        if check.state:
-            by = (
-                f"by {check.state_error:.2g} of its norm"
-                if math.isfinite(check.state_error)
-                else "altogether"
-            )
-            what = f"{check.state}, which a step writes, differs {by}"
-        elif check.passes:
-            what = "the losses of the first steps are not equal"
-        else:
-            what = f"the gradient of {check.worst_name} differs by {check.worst:.2g} of its norm"
-        promised = fault.promise.numerics.value
-        return f"{fault.name} is left out: compared with {self._words_of_way}, {what}, and {promised} was promised"
+        return Compared(
+            note=f"{words_of_fault(fault, broken.check, self._words_of_way)}{alone}.", fault=fault
+        )
 
     def _alone(self, choices: Sequence[Choice]) -> Choice | None:
         for choice in choices:
@@ -449,19 +436,6 @@ class _Comparison:
         name = ".".join(parts)
         return name if name in there else None
 
-    def _words(self, check: GradientCheck) -> str:
-        gradients = f"the gradients of all {check.parameters} parameters"
-        if check.equal == check.parameters:
-            how = "are those of the plain program, bit for bit"
-        elif check.allowed is None:
-            how = f"differ by up to {check.worst:.2g} of their norm, which nothing bounds"
-        else:
-            how = f"differ by at most {check.worst:.2g} of their norm, {check.allowed:g} promised"
-        states = (
-            f" and {counted(check.states, 'value')} that a step writes beside them" if check.states else ""
-        )
-        return f"compared with {self._words_of_way}: {gradients}{states} {how}."
-
     @property
     def _words_of_way(self) -> str:
         """What was trained, and with how many examples."""
@@ -494,6 +468,12 @@ def _renamed(value: Any, name: Callable[[str], str | None]) -> Any:
     return value
 
 
+def _shares_memory_with_host(device: DeviceBackend) -> bool:
+    """Whether it is a virtual card of a kind whose memory is the host's."""
+    spec: GpuSpec | None = getattr(device, "spec", None)
+    return spec is not None and spec.integrated
+
+
 _OFFLOADS = ("activation-offload", "optimizer-offload", "parameter-offload")
 """Techniques that move tensors to the memory of the host."""
 
@@ -521,7 +501,7 @@ def promised_plan(
     clock = clock or SearchClock(limit=request.search_seconds)
     notes: tuple[str, ...] = ()
     kept = Runs() if kept is None else kept
-    if isinstance(device, VirtualBackend) and device.spec.integrated:
+    if _shares_memory_with_host(device):
         offloads = {technique.name for technique in map(find_technique, _OFFLOADS) if request.may(technique)}
         request = replace(request, forbidden=request.forbidden | offloads)
         if offloads:

@@ -129,6 +129,10 @@ class LowPrecisionTraining(Technique[LowPrecisionTrainingSetting]):
                 master=Master.STOCHASTIC_ROUNDING, bfloat16_states=True, float32_norms=norms
             )
 
+    def needs_of_loop(self, setting: LowPrecisionTrainingSetting) -> str:  # noqa: ARG002  # whatever the setting
+        """See `Technique.needs_of_loop`."""
+        return "keep the weights that the updates add up in"
+
     def promise(self, setting: LowPrecisionTrainingSetting) -> Promise:
         """What has fewer bits."""
         note = "parameters, gradients and activations have 8 bits of precision (bfloat16)"

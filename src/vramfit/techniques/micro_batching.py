@@ -162,6 +162,10 @@ class MicroBatching(Technique[MicroBatchingSetting]):
         live.set(live, "piece_state", state)
         live.set(live, "splitter", Splitter(setting, shifts=_shifts(live.model)))
 
+    def needs_of_loop(self, setting: MicroBatchingSetting) -> str:  # noqa: ARG002  # whatever the setting
+        """See `Technique.needs_of_loop`."""
+        return "go forward and backward with each piece of a batch"
+
     def promise(self, setting: MicroBatchingSetting) -> Promise:
         """Sums in another order, unless batch norm sees other batches."""
         if setting.batch_norm is BatchNormalisation.PER_PIECE:

@@ -102,6 +102,10 @@ class MixedPrecision(Technique[MixedPrecisionSetting]):
         if profile.device_type == "cuda" and profile.capability >= _FLOAT16_FROM and not profile.own_step:
             yield MixedPrecisionSetting(dtype=HalfType.FLOAT16, island_kinds=routers)
 
+    def needs_of_loop(self, setting: MixedPrecisionSetting) -> str:
+        """See `Technique.needs_of_loop`."""
+        return "scale its loss" if setting.dtype is HalfType.FLOAT16 else ""
+
     def promise(self, setting: MixedPrecisionSetting) -> Promise:
         """What has fewer bits."""
         bits = 8 if setting.dtype is HalfType.BFLOAT16 else 11

@@ -106,6 +106,10 @@ class OptimizerOffload(Technique[OptimizerOffloadSetting]):
         if not profile.own_step:
             yield OptimizerOffloadSetting(offload_gradients=True)
 
+    def needs_of_loop(self, setting: OptimizerOffloadSetting) -> str:
+        """See `Technique.needs_of_loop`."""
+        return "clip and read gradients that are on the host already" if setting.offload_gradients else ""
+
     def promise(self, setting: OptimizerOffloadSetting) -> Promise:  # noqa: ARG002
         """The CPU rounds otherwise than the card."""
         return Promise(self.numerics, "the optimizer's step may round differently in the last bits")

@@ -72,6 +72,10 @@ class StepInBackward(Technique[StepInBackwardSetting]):
         if profile.optimizer is not None and not profile.own_step and is_separable(profile.optimizer):
             yield StepInBackwardSetting()
 
+    def needs_of_loop(self, setting: StepInBackwardSetting) -> str:  # noqa: ARG002  # whatever the setting
+        """See `Technique.needs_of_loop`."""
+        return "leave the step to the backward pass"
+
     def promise(self, setting: StepInBackwardSetting) -> Promise:
         """Bitwise, unless the optimizer is one that we do not know."""
         if setting.separable:

@@ -1,7 +1,8 @@
 """Compares a plan's gradients with the plain program's, by runs of the program itself on this machine's CPU.
 
 The program runs for real, with fewer examples where its loader lets them be fewer, for a few steps: plain, and with the
-techniques of each level of numerics. Gradients are those of its first step, by its own loss.
+techniques of each level of numerics. Gradients are those of its first step, by its own loss, and so is what the passes
+write beside them: buffers, counters, attributes.
 """
 
 from __future__ import annotations
@@ -26,14 +27,23 @@ from vramfit.planner.devices.cpu_backend import cpu_seconds
 from vramfit.planner.devices.same_start import same_start
 from vramfit.planner.gradient_check import COMPILING
 from vramfit.planner.plans import Plan
+from vramfit.planner.promise_comparison import words_of_check, words_of_fault
 from vramfit.planner.scripts.script_place import run_here
 from vramfit.planner.scripts.script_steps import EnoughSteps
 from vramfit.planner.scripts.script_workload import ScriptWorkload
 from vramfit.planner.search_clock import SearchClock, TimeOver, limited
+from vramfit.planner.state_check import StateDifference, differing_states
 from vramfit.planner.trial_attempts import most_model_bytes
-from vramfit.planner.verification import GradientCheck, ValuesCheck, judge_gradients, judge_losses
+from vramfit.planner.verification import (
+    GradientCheck,
+    ValuesCheck,
+    judge_gradients,
+    judge_losses,
+    with_states,
+)
 from vramfit.planner.workload_check import brief
-from vramfit.techniques import Choice, Numerics
+from vramfit.techniques import AttachedProgram, Choice, Numerics
+from vramfit.training_state.forward_state import ForwardState, Written
 from vramfit.units import counted
 
 _STEPS = 3
@@ -57,11 +67,13 @@ class Trained:
         gradients: of its first step, in float64, by parameter.
         dtypes: of the parameters.
         losses: those from which it went backward.
+        written: what the passes of its first step wrote into the model beside gradients, by name.
     """
 
     gradients: Mapping[str, torch.Tensor]
     dtypes: Mapping[str, torch.dtype]
     losses: tuple[float, ...]
+    written: Mapping[str, Written]
 
 
 class _Broken(Exception):  # no error: a finding
@@ -87,7 +99,7 @@ def compare_program(script: ScriptWorkload, plan: Plan, clock: SearchClock) -> C
         except KeyboardInterrupt:
             why = "that was interrupted"
         except _Broken as broken:
-            return comparison.blamed(broken)
+            return comparison.judged_again(choices, broken)
         except BaseException as error:  # whatever the program makes of the CPU
             why = f"the program fails on the CPU ({brief(error)})"
     return Compared(
@@ -115,17 +127,35 @@ def values_of_program(script: ScriptWorkload, plan: Plan, *, steps: int, seconds
             plain, planned = (
                 train_here(script, some, examples=comparison.examples, steps=taken) for some in ((), choices)
             )
+            off = differing_states(plain.written, planned.written, plan.numerics)
+            if off:
+                again = train_here(script, (), examples=comparison.examples, steps=1)
+                off = steady_ones(off, plain.written, again.written)
     except TimeOver:
         return ValuesCheck(sizes=sizes, skipped="the time was over")
     except (Exception, SystemExit) as error:  # whatever the program makes of the CPU
         return ValuesCheck(sizes=sizes, skipped=f"the program fails on the CPU ({brief(error)})")
     losses = judge_losses(list(plain.losses), list(planned.losses), plan.numerics)
     gradients = judge_gradients(plain.gradients, planned.gradients, plan.numerics, plain.dtypes)
+    gradients = with_states(gradients, len(plain.written), off)
     return ValuesCheck(
         sizes=sizes,
         gradients=gradients if gradients.parameters else None,
         losses=losses if losses.plain else None,
     )
+
+
+def unsteady_names(plain: Mapping[str, Written], again: Mapping[str, Written]) -> frozenset[str]:
+    """Names of what two runs of the plain program write differently: times, addresses, random identities."""
+    return frozenset(one.name for one in differing_states(plain, again, Numerics.BITWISE))
+
+
+def steady_ones(
+    off: Sequence[StateDifference], plain: Mapping[str, Written], again: Mapping[str, Written]
+) -> list[StateDifference]:
+    """Differences without those that two runs of the plain program have, too."""
+    unsteady = unsteady_names(plain, again)
+    return [one for one in off if one.name not in unsteady]
 
 
 class _Comparison:
@@ -134,6 +164,7 @@ class _Comparison:
     def __init__(self, script: ScriptWorkload, plan: Plan, clock: SearchClock) -> None:
         self._script, self._clock = script, clock
         self._plain: Trained | None = None
+        self._unsteady: frozenset[str] = frozenset()
         self.examples: int | None = None
         self.why_not = ""
         loaders = [loader for loader in script.seen.loaders if loader.batch_size]
@@ -161,24 +192,40 @@ class _Comparison:
             check = self._judged(held, level)
         if check is None or not check.parameters:
             return Compared()
-        return Compared(note=self._words(check), by=self._words_of_way)
+        return Compared(note=words_of_check(check, self._words_of_way), by=self._words_of_way)
 
     def _judged(self, choices: Sequence[Choice], level: Numerics) -> GradientCheck:
         plain, planned = self._without(), self._trained(choices)
         check = judge_gradients(plain.gradients, planned.gradients, level, plain.dtypes)
+        off = differing_states(plain.written, planned.written, level)
+        off = [one for one in off if one.name not in self._unsteady]
+        check = with_states(check, len(plain.written), off)
         if not check.passes or (level is Numerics.BITWISE and plain.losses != planned.losses):
             raise _Broken(choices, level, check)
         return check
 
-    def blamed(self, broken: _Broken) -> Compared:
-        """Which of the techniques does not keep its promise."""
-        again = self._trained(())
-        if not judge_gradients(
-            self._without().gradients, again.gradients, Numerics.BITWISE, again.dtypes
-        ).passes:
+    def judged_again(self, choices: Sequence[Choice], broken: _Broken) -> Compared:
+        """A failed comparison, without what differs between two runs of the plain program; else, whose fault it is.
+
+        Args:
+            choices: all that were compared.
+            broken: how that ended.
+        """
+        plain, again = self._without(), self._trained(())
+        if not judge_gradients(plain.gradients, again.gradients, Numerics.BITWISE, again.dtypes).passes:
             return Compared(
                 note="The plan's gradients were not compared: two runs of the plain program differ by themselves."
             )
+        self._unsteady = unsteady_names(plain.written, again.written)
+        if self._unsteady:
+            try:
+                return self.of(choices)
+            except _Broken as still:
+                broken = still
+        return self._blamed(broken)
+
+    def _blamed(self, broken: _Broken) -> Compared:
+        """Which of the techniques does not keep its promise."""
         fault = max(broken.choices, key=lambda choice: choice.promise.numerics)
         for choice in broken.choices if len(broken.choices) > 1 else ():
             try:
@@ -188,27 +235,7 @@ class _Comparison:
                 break
             except Exception:  # some do not run without others
                 continue
-        check = broken.check
-        what = (
-            "the losses of the first steps are not equal"
-            if check.passes
-            else f"the gradient of {check.worst_name} differs by {check.worst:.2g} of its norm"
-        )
-        promised = fault.promise.numerics.value
-        return Compared(
-            note=f"{fault.name} is left out: compared with {self._words_of_way}, {what}, and {promised} was promised.",
-            fault=fault,
-        )
-
-    def _words(self, check: GradientCheck) -> str:
-        gradients = f"the gradients of all {check.parameters} parameters"
-        if check.equal == check.parameters:
-            how = "are those of the plain program, bit for bit"
-        elif check.allowed is None:
-            how = f"differ by up to {check.worst:.2g} of their norm, which nothing bounds"
-        else:
-            how = f"differ by at most {check.worst:.2g} of their norm, {check.allowed:g} promised"
-        return f"compared with {self._words_of_way}: {gradients} {how}."
+        return Compared(note=f"{words_of_fault(fault, broken.check, self._words_of_way)}.", fault=fault)
 
     @property
     def _words_of_way(self) -> str:
@@ -243,6 +270,7 @@ def train_here(
     def make(finder: TrainingFinder) -> AttachedScript:
         attached = AttachedScript(choices, replace(script.target), finder)
         attached.exchanged = rounds.leave
+        attached.attached = found.begin
         return attached
 
     def refuse(error: Exception) -> Any:
@@ -259,7 +287,7 @@ def train_here(
 
     def before_step(*_: Any) -> None:
         live = watch.script.live
-        if live is not None and not found.gradients:
+        if live is not None and found.waits:
             found.look(live.model)
 
     with same_start(), PatchStack() as patches:
@@ -276,7 +304,9 @@ def train_here(
         finally:
             if watch.script.live is not None:
                 watch.script.live.undo()
-    return Trained(gradients=found.gradients, dtypes=found.dtypes, losses=tuple(found.losses))
+    return Trained(
+        gradients=found.gradients, dtypes=found.dtypes, losses=tuple(found.losses), written=found.written
+    )
 
 
 class _Notes:
@@ -286,9 +316,22 @@ class _Notes:
         self.gradients: dict[str, torch.Tensor] = {}
         self.dtypes: dict[str, torch.dtype] = {}
         self.losses: list[float] = []
+        self.written: Mapping[str, Written] = {}
+        self._before: ForwardState | None = None
+
+    @property
+    def waits(self) -> bool:
+        """Whether the first pass of the model has begun, and its step has not been looked at."""
+        return self._before is not None
+
+    def begin(self, live: AttachedProgram) -> None:
+        """The first pass begins, with all techniques attached."""
+        self._before = ForwardState(live.model)
 
     def look(self, model: torch.nn.Module) -> None:
-        """Note the gradients of a model."""
+        """Note the gradients of a model, and what its passes have written."""
+        assert self._before is not None
+        self.written, self._before = self._before.written(), None
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
                 gradient = parameter.grad.detach()

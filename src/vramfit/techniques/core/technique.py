@@ -128,6 +128,13 @@ class Technique(ABC, Generic[S]):
         """What this setting may change in the results."""
         return Promise(self.numerics)
 
+    def needs_of_loop(self, setting: S) -> str:  # noqa: ARG002  # some settings leave the loop alone
+        """What the training loop would have to do for this setting, as a verb with its object; empty for nothing.
+
+        A loop that does not know of the plan, an unmodified program's, does none of it.
+        """
+        return ""
+
     def describe(self, setting: S) -> str:
         """The setting in words, for tables: what is not the default, as ``name value``."""
         changed = setting_to_plain(setting)
@@ -168,6 +175,11 @@ class Choice:
         """The name with the setting: ``micro-batching (count 4)``."""
         words = self.technique.describe(self.setting)
         return f"{self.name} ({words})" if words else self.name
+
+    @property
+    def needs_of_loop(self) -> str:
+        """What the training loop would have to do for it; empty for nothing."""
+        return self.technique.needs_of_loop(self.setting)
 
     @property
     def promise(self) -> Promise:

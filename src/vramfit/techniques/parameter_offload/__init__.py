@@ -102,6 +102,14 @@ class ParameterOffload(Technique[ParameterOffloadSetting]):
                 return
             yield ParameterOffloadSetting(modules=tuple(block.path for block in chosen))
 
+    def needs_of_loop(self, setting: ParameterOffloadSetting) -> str:
+        """See `Technique.needs_of_loop`."""
+        return (
+            "take gradients that are kept apart until the step"
+            if setting.gradients is GradientPlace.DEVICE
+            else ""
+        )
+
     def promise(self, setting: ParameterOffloadSetting) -> Promise:
         """See `Technique.promise`."""
         del setting
