@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any
 
 from torch import nn
@@ -67,7 +67,7 @@ def _named_modules(frame: FrameType) -> Iterator[tuple[str, Any]]:
             if isinstance(held, nn.Module):
                 yield name, held
             attributes = getattr(held, "__dict__", None)
-            if scope is own and isinstance(attributes, dict):
+            if isinstance(attributes, dict) and not isinstance(held, type | ModuleType):
                 for attribute, inner in (*attributes.items(), *_registered(attributes)):
                     if isinstance(inner, nn.Module) and attribute.isidentifier():
                         yield f"{name}.{attribute}", inner

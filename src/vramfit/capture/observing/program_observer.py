@@ -158,10 +158,22 @@ class ProgramObserver:
     def _meet_loader(self, loader: Any) -> None:
         if loader in self._loaders:
             return
+        if (inside := self._loader_inside(loader)) is not None:
+            self._loaders[loader] = inside
+            return
         self._loaders[loader] = len(self._loaded)
         self._loaded.append(
             ObservedLoader(batch_size=loader.batch_size, workers=loader.num_workers, at=program_line())
         )
+
+    def _loader_inside(self, loader: Any) -> int | None:
+        """The number of the program's own loader, where another is made around what it loads, as accelerate does."""
+        if loader.batch_size is not None:
+            return None
+        for other, number in self._loaders.items():
+            if other.batch_sampler is not None and other.batch_sampler is loader.batch_sampler:
+                return number
+        return None
 
     def _following_batches(self, patches: PatchStack) -> Callable[..., Any]:
         original = DataLoader.__iter__
@@ -336,8 +348,11 @@ class ProgramObserver:
                 "the optimizer's parameters are of no module that was called (a functional loop), so that no technique "
                 "can be attached; call the model as a module, or write a workload (docs/plan.md)"
             )
-        if self._seen and self._backwards and not self._optimizers:
-            yield "no optimizer of torch was made: its step is not seen"
+        if self._backwards and not self._optimizers:
+            yield (
+                "gradients were computed, but no optimizer of torch was made, so that no technique can be attached; "
+                "step with one of torch.optim, or write a workload (docs/plan.md)"
+            )
 
 
 def _telling(original: Callable[..., None], note: Callable[[Any], object]) -> Callable[..., None]:

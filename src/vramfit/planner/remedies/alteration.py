@@ -1,4 +1,8 @@
-"""What a remedy changes of a program's run, as its user would: arguments, values of classes, lines, a variable."""
+"""What a remedy changes of a program's run, as its user would: arguments, values of classes, lines, a variable.
+
+Where the program never makes an object that was to be made otherwise, nothing changed: a run says what took effect
+(`Effects`).
+"""
 
 from __future__ import annotations
 
@@ -46,6 +50,7 @@ class Alteration:
         edits: of its source.
         alloc_conf: settings of the allocator; None leaves them.
         choices: techniques of vramfit that are attached.
+        batch: the examples that a batch of the run is to have; None where that stays as it is.
     """
 
     arguments: tuple[tuple[str, str], ...] = ()
@@ -53,6 +58,7 @@ class Alteration:
     edits: tuple[SourceEdit, ...] = ()
     alloc_conf: str | None = None
     choices: tuple[Choice, ...] = ()
+    batch: int | None = None
 
     def __add__(self, other: Alteration) -> Alteration:
         """Both together."""
@@ -62,6 +68,7 @@ class Alteration:
             edits=(*self.edits, *other.edits),
             alloc_conf=other.alloc_conf or self.alloc_conf,
             choices=(*self.choices, *other.choices),
+            batch=self.batch if other.batch is None else other.batch,
         )
 
     def command(self, command: tuple[str, ...]) -> tuple[str, ...]:
@@ -77,14 +84,41 @@ class Alteration:
         return edited(self.edits)
 
     @contextlib.contextmanager
-    def applied(self) -> Iterator[None]:
-        """Inside, classes are made otherwise, and modules have another text."""
+    def applied(self) -> Iterator[Effects]:
+        """Inside, classes are made otherwise, and modules have another text; gives what of that took effect."""
+        effects = Effects(self)
         with PatchStack() as patches:
             for change in self.keywords:
-                _change_keywords(change, patches)
+                _change_keywords(change, patches, effects)
             if self.edits:
                 _change_modules(self.sources, patches)
-            yield
+            yield effects
+
+
+class Effects:
+    """Which changes of a run took effect.
+
+    Args:
+        alteration: all changes.
+    """
+
+    def __init__(self, alteration: Alteration) -> None:
+        self._wanted = {_key(change) for change in alteration.keywords}
+        self._met: set[object] = set()
+
+    def meet(self, change: KeywordChange) -> None:
+        """Note that an object was made with a change."""
+        self._met.add(_key(change))
+
+    @property
+    def missed(self) -> tuple[str, ...]:
+        """The classes of which no object was made with what should have changed, by name."""
+        return tuple(sorted({str(kind) for kind, _ in self._wanted - self._met}))
+
+
+def _key(change: KeywordChange) -> tuple[str, tuple[str, ...]]:
+    """The same for a class that two packages have: a program makes an object of one of them."""
+    return change.kind, tuple(name for name, _ in change.values)
 
 
 NOTHING = Alteration()
@@ -101,28 +135,30 @@ def _with_argument(command: list[str], flag: str, value: str) -> list[str]:
     return [*command, flag, value]
 
 
-def _change_keywords(change: KeywordChange, patches: PatchStack) -> None:
+def _change_keywords(change: KeywordChange, patches: PatchStack, effects: Effects) -> None:
     module = sys.modules.get(change.module)
     owner = getattr(module, change.kind, None)
     if owner is None:
         return
-    if change.is_dataclass:
-        patches.set(owner, "__post_init__", _set_before(owner.__post_init__, change))
-    else:
-        patches.set(owner, "__init__", _given(owner.__init__, change))
+    name = "__post_init__" if change.is_dataclass else "__init__"
+    make = _set_before if change.is_dataclass else _given
+    patches.set(owner, name, make(getattr(owner, name), change, effects))
 
 
-def _set_before(original: Callable[..., None], change: KeywordChange) -> Callable[..., None]:
+def _set_before(
+    original: Callable[..., None], change: KeywordChange, effects: Effects
+) -> Callable[..., None]:
     @wraps(original)
     def post_init(self: Any, *args: Any, **kwargs: Any) -> None:
         for name, value in change.values:
             setattr(self, name, value)
+        effects.meet(change)
         original(self, *args, **kwargs)
 
     return post_init
 
 
-def _given(original: Callable[..., None], change: KeywordChange) -> Callable[..., None]:
+def _given(original: Callable[..., None], change: KeywordChange, effects: Effects) -> Callable[..., None]:
     signature = inspect.signature(original)
 
     @wraps(original)
@@ -132,6 +168,7 @@ def _given(original: Callable[..., None], change: KeywordChange) -> Callable[...
         if all(given.get(name, kwargs.get(name)) == value for name, value in change.only):
             for name, value in change.values:
                 given[name] = value
+            effects.meet(change)
             original(*bound.args, **bound.kwargs)
             return
         original(self, *args, **kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,10 +46,10 @@ def batch_alteration(seen: ObservedProgram, size: int) -> BatchChange | None:
     if seen.framework is Framework.TRAINER:
         return trainer_arguments(seen, {TRAINER_BATCH: size})
     options = [option for option in seen.options if not option.is_flag and option.value == own]
-    batch_options = [option for option in options if "batch" in option.flag] or options
-    if len(batch_options) == 1:
-        flag = batch_options[0].flag
-        return BatchChange(alteration=Alteration(arguments=((flag, str(size)),)), how=(f"{flag} {size}",))
+    named = [option.flag for option in options if _names_batch(option.flag)]
+    if len(named) == 1:
+        alteration = Alteration(arguments=((named[0], str(size)),), batch=size)
+        return BatchChange(alteration=alteration, how=(f"{named[0]} {size}",))
     loader = next((one for one in seen.loaders if one.batch_size == own), None)
     if loader is None or loader.at is None:
         return None
@@ -60,16 +61,28 @@ def batch_alteration(seen: ObservedProgram, size: int) -> BatchChange | None:
     )
     place = f"{loader.at.filename.rpartition('/')[2]}:{loader.at.line}"
     return BatchChange(
-        alteration=Alteration(keywords=(change,)), how=(f"DataLoader(batch_size={size}) in {place}",)
+        alteration=Alteration(keywords=(change,), batch=size),
+        how=(f"DataLoader(batch_size={size}) in {place}",),
     )
+
+
+_BATCH_WORDS = frozenset({"b", "bs", "bsz", "batch", "batchsize"})
+_OF_EVALUATION = frozenset({"eval", "evaluation", "test", "val", "valid", "validation"})
+
+
+def _names_batch(flag: str) -> bool:
+    """Whether an option's name says that it is a batch's size: its value alone may be anything."""
+    words = re.split(r"[-_.]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "-", flag.lstrip("-")).lower())
+    return not _BATCH_WORDS.isdisjoint(words) and _OF_EVALUATION.isdisjoint(words)
 
 
 def trainer_arguments(seen: ObservedProgram, values: dict[str, Any]) -> BatchChange:
     """Arguments of TrainingArguments: on the command line where the program reads them there."""
+    batch = values.get(TRAINER_BATCH)
     if any(option.flag.lstrip("-").replace("-", "_") == TRAINER_BATCH for option in seen.options):
         arguments = tuple((f"--{key}", str(value)) for key, value in values.items())
         words = " ".join(f"{flag} {value}" for flag, value in arguments)
-        return BatchChange(alteration=Alteration(arguments=arguments), how=(words,))
+        return BatchChange(alteration=Alteration(arguments=arguments, batch=batch), how=(words,))
     change = KeywordChange(
         module="transformers.training_args",
         kind="TrainingArguments",
@@ -77,4 +90,6 @@ def trainer_arguments(seen: ObservedProgram, values: dict[str, Any]) -> BatchCha
         is_dataclass=True,
     )
     words = ", ".join(f"{key}={value!r}" for key, value in values.items())
-    return BatchChange(alteration=Alteration(keywords=(change,)), how=(f"TrainingArguments({words})",))
+    return BatchChange(
+        alteration=Alteration(keywords=(change,), batch=batch), how=(f"TrainingArguments({words})",)
+    )

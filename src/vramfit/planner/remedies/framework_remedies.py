@@ -36,11 +36,8 @@ def framework_remedies(subject: TrainedProgram) -> Iterator[ProgramRemedy]:
 
 def _trainer(subject: TrainedProgram) -> Iterator[ProgramRemedy]:
     settings = subject.seen.settings
-    if not settings.get("bf16"):
-        values: dict[str, Any] = {"bf16": True}
-        if settings.get("fp16"):
-            values["fp16"] = False
-        yield _of_trainer(subject, AUTOCAST, values, AUTOCAST_CHANGES, weight=1)
+    if not settings.get("bf16") and not settings.get("fp16"):
+        yield _of_trainer(subject, AUTOCAST, {"bf16": True}, AUTOCAST_CHANGES, weight=1)
     if not settings.get("gradient_checkpointing") and not settings.get("activation_checkpointing"):
         yield _of_trainer(subject, CHECKPOINTING, {"gradient_checkpointing": True}, "", weight=2)
     optimizer = _eight_bits(str(settings.get("optim", "")))
@@ -93,7 +90,7 @@ def lightning_change(values: dict[str, Any]) -> tuple[KeywordChange, ...]:
 
 
 def _accelerate(subject: TrainedProgram) -> Iterator[ProgramRemedy]:
-    if subject.seen.settings.get("mixed_precision") != "bf16":
+    if subject.seen.settings.get("mixed_precision") in ("no", ""):
         change = KeywordChange(
             module="accelerate.accelerator", kind="Accelerator", values=(("mixed_precision", "bf16"),)
         )

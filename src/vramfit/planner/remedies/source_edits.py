@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import os
+import tokenize
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,10 +48,10 @@ def edited(edits: Iterable[SourceEdit]) -> dict[str, bytes]:
 
 
 def _applied(file: str, edits: Sequence[SourceEdit]) -> bytes:
-    lines = _lines(file)
+    lines, encoding = _read(file)
     for edit in sorted(edits, key=lambda one: (one.first, one.last), reverse=True):
         lines[edit.first - 1 : edit.last] = edit.lines
-    return ("\n".join(lines) + "\n").encode()
+    return "\n".join(lines).encode(encoding)
 
 
 def inserted_before(at: Frame, new: Sequence[str], root: Path) -> SourceEdit | None:
@@ -58,8 +59,8 @@ def inserted_before(at: Frame, new: Sequence[str], root: Path) -> SourceEdit | N
     found = _statement(at)
     if found is None:
         return None
-    statement, _ = found
-    indent = " " * statement.col_offset
+    statement, lines = found
+    indent = _indent(lines[statement.lineno - 1])
     place = _place(at.filename, statement.lineno, root)
     shown = "; ".join(new)
     return SourceEdit(
@@ -88,16 +89,17 @@ def wrapped(first: Frame, until: Frame, header: str, root: Path) -> SourceEdit |
         if start is None or end is None or start >= end:
             continue
         top, bottom = block[start].lineno, block[end - 1].end_lineno or block[end - 1].lineno
-        lines = _lines(first.filename)[top - 1 : bottom]
-        if any('"""' in line or "'''" in line for line in lines):
+        if any(map(_has_long_text, block[start:end])):
             return None  # to indent a text would change it
-        indent = " " * block[start].col_offset
+        lines = _read(first.filename)[0][top - 1 : bottom]
+        indent = _indent(lines[0])
+        deeper = "\t" if indent.startswith("\t") else "    "
         where = f"{_place(first.filename, top, root)}" + (f"-{bottom}" if bottom > top else "")
         return SourceEdit(
             file=first.filename,
             first=top,
             last=bottom,
-            lines=(f"{indent}{header}", *(f"    {line}" if line.strip() else line for line in lines)),
+            lines=(f"{indent}{header}", *(f"{deeper}{line}" if line.strip() else line for line in lines)),
             words=f"put {where} into  {header}",
         )
     return None
@@ -108,7 +110,7 @@ def with_other_call(at: Frame, kind: str, new: str, without: frozenset[str], roo
     found = _statement(at)
     if found is None:
         return None
-    statement, text = found
+    statement, lines = found
     for node in ast.walk(statement):
         if not isinstance(node, ast.Call) or not _calls(node.func, kind):
             continue
@@ -120,21 +122,21 @@ def with_other_call(at: Frame, kind: str, new: str, without: frozenset[str], roo
         )
         if node.end_lineno is None or node.end_col_offset is None:
             return None
-        lines = text.splitlines()
         head = lines[node.lineno - 1].encode()[: node.col_offset].decode()
         tail = lines[node.end_lineno - 1].encode()[node.end_col_offset :].decode()
         told = f" without {', '.join(str(word.arg) for word in dropped)}" if dropped else ""
         module = new.rpartition(".")[0]
-        indent = " " * statement.col_offset
         return SourceEdit(
             file=at.filename,
-            first=node.lineno,
+            first=statement.lineno,
             last=node.end_lineno,
             lines=(
-                *((f"{indent}import {module}",) if node.lineno == statement.lineno else ()),
+                f"{_indent(lines[statement.lineno - 1])}import {module}",
+                *lines[statement.lineno - 1 : node.lineno - 1],
                 f"{head}{ast.unparse(ast.fix_missing_locations(call))}{tail}",
             ),
-            words=f"in {_place(at.filename, node.lineno, root)} write {new} in place of {ast.unparse(node.func)}{told}",
+            words=f"in {_place(at.filename, node.lineno, root)} write {new} in place of {ast.unparse(node.func)}{told}"
+            f", after  import {module}",
         )
     return None
 
@@ -144,8 +146,23 @@ def _calls(function: ast.expr, kind: str) -> bool:
     return bool(name == kind)
 
 
-def _statement(at: Frame) -> tuple[ast.stmt, str] | None:
-    """The innermost statement at a line, and the text of its file."""
+def _has_long_text(statement: ast.stmt) -> bool:
+    """Whether a statement has a text over several lines."""
+    texts = (node for node in ast.walk(statement) if isinstance(node, ast.JoinedStr | ast.Constant))
+    return any(
+        (node.end_lineno or node.lineno) > node.lineno
+        for node in texts
+        if isinstance(node, ast.JoinedStr) or isinstance(node.value, str | bytes)
+    )
+
+
+def _indent(line: str) -> str:
+    """The blanks and tabs with which a line begins."""
+    return line[: len(line) - len(line.lstrip())]
+
+
+def _statement(at: Frame) -> tuple[ast.stmt, list[str]] | None:
+    """The innermost statement at a line, and the lines of its file."""
     tree = _tree(at.filename)
     if tree is None:
         return None
@@ -154,7 +171,7 @@ def _statement(at: Frame) -> tuple[ast.stmt, str] | None:
         index = _index(block, at.line)
         if index is not None and not _is_compound_at(block[index], at.line):
             found = block[index]
-    return None if found is None else (found, "\n".join(_lines(at.filename)))
+    return None if found is None else (found, _read(at.filename)[0])
 
 
 def _is_compound_at(statement: ast.stmt, line: int) -> bool:
@@ -186,8 +203,12 @@ def _tree(file: str) -> ast.Module | None:
         return None
 
 
-def _lines(file: str) -> list[str]:
-    return Path(file).read_text(encoding="utf-8").splitlines()
+def _read(file: str) -> tuple[list[str], str]:
+    """The lines of a source as Python counts them, without their ends, and its encoding."""
+    with tokenize.open(file) as source:
+        text, encoding = source.read(), source.encoding
+    # Not splitlines(): it also ends a line at a form feed, and where Unicode has a line's end.
+    return text.split("\n"), encoding
 
 
 def _place(file: str, line: int, root: Path) -> str:

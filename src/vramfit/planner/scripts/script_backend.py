@@ -21,8 +21,8 @@ from vramfit.planner.devices.cost import StepCost, profile_of
 from vramfit.planner.devices.same_start import between_steps, same_start
 from vramfit.planner.devices.virtual_backend import VirtualMeter, WatchedStep, categories_of, watched_step
 from vramfit.planner.plans import Plan
-from vramfit.planner.remedies.alteration import NOTHING, Alteration
-from vramfit.planner.remedies.batch_change import batch_alteration
+from vramfit.planner.remedies.alteration import NOTHING, Alteration, Effects
+from vramfit.planner.remedies.batch_change import batch_alteration, batch_size
 from vramfit.planner.scripts.script_place import run_here
 from vramfit.planner.scripts.script_steps import ScriptSteps
 from vramfit.planner.scripts.script_workload import ScriptWorkload, choices_of, script_of, script_workload
@@ -275,7 +275,7 @@ class ScriptBackend:
             counter = ScriptSteps(steps, stepped)
             counter.install(gpu.meter.phases, patches)
             try:
-                with _ending(watch), alteration.applied():
+                with _ending(watch), alteration.applied() as effects:
                     run_here(alteration.command(self._command), alteration.sources)
             except torch.OutOfMemoryError as error:
                 if gpu.run.oom is None:
@@ -294,6 +294,8 @@ class ScriptBackend:
                 with _forgiving():
                     script.live.undo()
         gc.collect()
+        if not failed:
+            _check_effects(effects, alteration, seen)
         model, optimizer = attached[0] if attached else (None, None)
         return ScriptRun(
             run=run,
@@ -304,6 +306,25 @@ class ScriptBackend:
             host_bytes=run.host_pinned_peak_bytes + pageable,
             failed=failed,
             setup_bytes=setup[0] if setup else 0,
+        )
+
+
+def _check_effects(effects: Effects, alteration: Alteration, seen: ObservedProgram) -> None:
+    """Make sure that what was to change did: a program may read an argument and ignore it.
+
+    Raises:
+        UsageError: something did not.
+    """
+    if effects.missed:
+        raise UsageError(
+            f"the program makes no {' and no '.join(effects.missed)} with what was to change",
+            "Change it by hand",
+        )
+    batch = batch_size(seen)
+    if alteration.batch is not None and batch is not None and batch != alteration.batch:
+        raise UsageError(
+            f"the program's batch is of {batch} examples still, not {alteration.batch}",
+            "Name the option that sets it: vramfit fit --largest NAME",
         )
 
 
