@@ -44,6 +44,8 @@ def main(arguments: list[str]) -> None:
     check_source(command)
     if planned.alloc_conf is not None:
         os.environ.update(dict.fromkeys(_SETTINGS, planned.alloc_conf))
+    if other := planned.made_for(command):
+        _tell(f"{planned.file} was made for another command line: {other}")
     _run(command, planned)
 
 

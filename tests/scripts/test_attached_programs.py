@@ -16,6 +16,7 @@ import torch
 from vramfit.attaching.attached_script import AttachedScript, TrainedTarget
 from vramfit.attaching.first_training import attach_at_first_training
 from vramfit.capture.observing.training_finder import TrainingFinder
+from vramfit.capture.observing.wrappers import kind_of
 from vramfit.errors import UsageError
 from vramfit.planner.plan_file import PlanFigures, PlanTarget
 from vramfit.planner.plans import plan_of
@@ -191,6 +192,21 @@ def test_techniques_that_change_parameters_are_refused_below_a_wrapper() -> None
     with pytest.raises(UsageError, match="DistributedDataParallel is around them already"):
         script.meet(DistributedDataParallel(model))
     assert script.live is None
+
+
+def test_a_model_below_fully_shard_is_known_by_the_programs_class() -> None:
+    class FSDPModule:
+        pass
+
+    sharded = type("FSDPLinear", (FSDPModule, torch.nn.Linear), {})(4, 4)
+    assert kind_of(sharded) == "Linear"
+    assert kind_of(torch.nn.Linear(4, 4)) == "Linear"
+    finder = TrainingFinder()
+    optimizer = torch.optim.SGD(sharded.parameters())
+    finder.meet(optimizer)
+    other = AttachedScript((), TrainedTarget(kind="Conv2d", parameters=99, trained=99), finder)
+    assert not other.meet(sharded)
+    assert AttachedScript((), TrainedTarget(kind="Linear", parameters=99, trained=99), finder).meet(sharded)
 
 
 def test_a_target_is_known_by_its_class_and_its_size() -> None:

@@ -38,6 +38,10 @@ def test_a_plan_for_a_script_is_kept_to_the_byte_and_was_compared_on_the_cpu(
     assert report["peak"]["reserved_bytes"] == plan.after.peak_reserved_bytes
     assert report["peak"]["allocated_bytes"] == plan.after.peak_allocated_bytes
     assert plan.after.total_bytes <= 700 << 20 < plan.before.total_bytes
+    assert report["plan"]["made_for"] == ""
+    other = CliRunner().invoke(app, ["run", "--gpu", "8GiB", "--plan", "plan.toml", script, "--steps", "1"])
+    words = " ".join(other.output.split())
+    assert f"It was made for another command line: {script} --batch-size 128" in words
     checked = CliRunner().invoke(app, ["verify", "plan.toml", "--json", "verified.json", "--steps", "3"])
     assert checked.exit_code == 0, checked.output
     verified = json.loads(Path("verified.json").read_text())

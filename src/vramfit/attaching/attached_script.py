@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from vramfit.attaching.attached_optimizer import attach_to_optimizer
 from vramfit.capture.observing.training_finder import TrainingFinder, elements, parameters_of
-from vramfit.capture.observing.wrappers import COMPILED, SHARDED, peeled
+from vramfit.capture.observing.wrappers import COMPILED, SHARDED, kind_of, peeled
 from vramfit.errors import UsageError, VramfitError
 from vramfit.patching import PatchStack
 from vramfit.techniques import AttachedProgram, AttachStage, Choice
@@ -100,12 +100,14 @@ class AttachedScript:
             return False
         wrappers, model = peeled(root)
         here = TrainedTarget(
-            kind=type(model).__name__,
+            kind=kind_of(model),
             parameters=sum(map(elements, model.parameters())),
             trained=self._finder.trained(root),
         )
         self.seen.append(here)
-        if self._target is not None and here != self._target and not SHARDED.intersection(wrappers):
+        if self._target is not None and not _is(
+            here, self._target, sharded=bool(SHARDED.intersection(wrappers))
+        ):
             return False
         self._check_wrappers(wrappers)
         optimizer = _largest(self._finder, root)
@@ -184,6 +186,11 @@ class AttachedScript:
                     f"{choice.name} exchanges an optimizer of whole parameters, and {wrappers[0]} has parts of them",
                     f"Forbid {choice.name} in the plan: vramfit plan --forbid {choice.name}",
                 )
+
+
+def _is(here: TrainedTarget, wanted: TrainedTarget, *, sharded: bool) -> bool:
+    """Whether a model is the one that is meant; of a sharded one a rank knows the class and its own part alone."""
+    return here.kind == wanted.kind if sharded else here == wanted
 
 
 def _largest(finder: TrainingFinder, root: nn.Module) -> torch.optim.Optimizer | None:

@@ -147,7 +147,7 @@ def run_command(
     except KeyboardInterrupt:
         raise interrupted() from None
     if planned is not None:
-        found_run = planned.told(found_run)
+        found_run = planned.told(found_run, command)
     found, misfit = compare(reference, found_run)
     plain = planned is None and reference is None
     verdict = _tell(found_run, found, outputs, RemedyTries(tries, command, run) if plain else None)

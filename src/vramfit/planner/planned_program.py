@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -76,8 +77,13 @@ class PlannedProgram:
             )
         return replace(given, alloc_conf=conf)
 
-    def told(self, run: Run) -> Run:
-        """A run with what it says of the plan."""
+    def made_for(self, command: Sequence[str]) -> str:
+        """The command line that the plan was made for, where `command` is another; else empty."""
+        own = self.plan.aim.program
+        return shlex.join(own) if own and list(own) != list(command) else ""
+
+    def told(self, run: Run, command: Sequence[str]) -> Run:
+        """A run of a command line with what it says of the plan."""
         left = run.left.get(NAME, {})
         plan = self.plan
         applied = AppliedPlan(
@@ -88,13 +94,6 @@ class PlannedProgram:
             device=plan.aim.device,
             promised_bytes=plan.after.total_bytes,
             plain_bytes=plan.before.total_bytes,
+            made_for=self.made_for(command),
         )
         return replace(run, plan=applied)
-
-
-def warn_of_program(planned: PlannedProgram, command: Sequence[str]) -> str:
-    """What a user should know where a plan was made for another command line; empty where it was not."""
-    made_for = planned.plan.aim.program
-    if not made_for or list(made_for) == list(command):
-        return ""
-    return f"{planned.file} was made for {' '.join(made_for)}"

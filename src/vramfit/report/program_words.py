@@ -34,7 +34,8 @@ def plan_words(plan: AppliedPlan, verdict: Verdict) -> str:
     saved = ""
     if plan.plain_bytes:
         saved = f"; the plain program needs {format_bytes(plan.plain_bytes)}"
-    return f"With {plan.file} ({techniques}): {format_bytes(promised)} promised{where}, {seen}{saved}."
+    other = f" It was made for another command line: {plan.made_for}" if plan.made_for else ""
+    return f"With {plan.file} ({techniques}): {format_bytes(promised)} promised{where}, {seen}{saved}.{other}"
 
 
 def _model(seen: ObservedProgram, model: ObservedModel) -> str:

@@ -17,6 +17,7 @@ class AppliedPlan:
         device: that the plan is for, by name.
         promised_bytes: of the device in all, the CUDA context included.
         plain_bytes: the same of the program without the plan; 0 where unknown.
+        made_for: the command line that the plan was made for, where the program ran with another; else empty.
     """
 
     file: str
@@ -26,3 +27,4 @@ class AppliedPlan:
     device: str
     promised_bytes: int
     plain_bytes: int = 0
+    made_for: str = ""

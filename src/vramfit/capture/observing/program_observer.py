@@ -39,7 +39,7 @@ from vramfit.capture.observing.training_finder import (
     following_optimizers,
     parameters_of,
 )
-from vramfit.capture.observing.wrappers import peeled
+from vramfit.capture.observing.wrappers import kind_of, peeled
 from vramfit.patching import PatchStack
 from vramfit.torch_internals.layers import is_compiled
 from vramfit.trace.observed_program import (
@@ -271,7 +271,7 @@ class ProgramObserver:
             self._look_at_autocast(model)
         frame = program_frame()
         return ObservedModel(
-            kind=type(model).__name__,
+            kind=kind_of(model),
             package=type(model).__module__.partition(".")[0],
             parameters=sum(map(elements, model.parameters())),
             trained=self.finder.trained(root),

@@ -30,6 +30,15 @@ def peeled(module: nn.Module) -> tuple[tuple[str, ...], nn.Module]:
     return tuple(names), module
 
 
+def kind_of(model: nn.Module) -> str:
+    """The name of a model's class: that of the program where ``fully_shard`` has derived one of its own from it."""
+    kinds = type(model).__mro__
+    if any(base.__name__ == "FSDPModule" for base in kinds[1:]):
+        # torch/distributed/fsdp/_fully_shard/_fsdp_init.py: type(f"FSDP{cls.__name__}", (FSDPModule, cls), dct)
+        return next(base.__name__ for base in kinds[1:] if base.__name__ != "FSDPModule")
+    return kinds[0].__name__
+
+
 def _inside(module: nn.Module) -> nn.Module | None:
     if wraps_compiled(module):
         return compiled_from(module)
