@@ -178,7 +178,7 @@ def run_ranks(
     except KeyboardInterrupt:
         raise interrupted("before all ranks had run") from None
     if planned is not None:
-        found = replace(found, runs={rank: planned.told(one, options.launched.command) for rank, one in found.runs.items()})
+        found = replace(found, runs={rank: planned.told(one) for rank, one in found.runs.items()})
     return memory_of(found, options.launcher)
 
 

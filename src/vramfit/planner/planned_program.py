@@ -82,8 +82,12 @@ class PlannedProgram:
         own = self.plan.aim.program
         return shlex.join(own) if own and list(own) != list(command) else ""
 
-    def told(self, run: Run, command: Sequence[str]) -> Run:
-        """A run of a command line with what it says of the plan."""
+    def told(self, run: Run, command: Sequence[str] | None = None) -> Run:
+        """A run with what it says of the plan.
+
+        Args:
+            command: what was run; None where each rank has its own.
+        """
         left = run.left.get(NAME, {})
         plan = self.plan
         applied = AppliedPlan(
@@ -94,6 +98,6 @@ class PlannedProgram:
             device=plan.aim.device,
             promised_bytes=plan.after.total_bytes,
             plain_bytes=plan.before.total_bytes,
-            made_for=self.made_for(command),
+            made_for="" if command is None else self.made_for(command),
         )
         return replace(run, plan=applied)
