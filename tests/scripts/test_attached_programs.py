@@ -177,3 +177,81 @@ def test_a_target_is_known_by_its_class_and_its_size() -> None:
     script.before_step(optimizers[0])  # the right one may still come
     assert script.meet(large)
     assert json.dumps([target.parameters for target in script.seen]) == "[20, 72]"
+
+
+class Training:
+    """A small model with its optimizer, to which techniques are attached as to a program's."""
+
+    def __init__(self, settings: Mapping[str, Mapping[str, Any]], **options: Any) -> None:
+        torch.manual_seed(0)
+        self.model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.GELU(), torch.nn.Linear(64, 8))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, **options)
+        self._settings = settings
+
+    def attach(self) -> AttachedScript:
+        finder = TrainingFinder()
+        finder.meet(self.optimizer)
+        script = AttachedScript(choices_of(self._settings), None, finder)
+        assert script.meet(self.model)
+        return script
+
+    def backward(self) -> None:
+        self.model(torch.ones(4, 8)).square().mean().backward()
+
+
+EXCHANGED = {"lean-optimizer": {"kind": "sgd"}}
+
+
+def test_a_schedule_that_is_made_after_the_first_pass_drives_the_exchanged_optimizer() -> None:
+    training = Training(EXCHANGED)
+    script = training.attach()
+    assert script.live is not None and script.live.optimizer is not training.optimizer
+    plain = training.model[0].weight.detach().clone()
+    schedule = torch.optim.lr_scheduler.StepLR(training.optimizer, 1, gamma=0.0)
+    training.backward()
+    training.optimizer.step()
+    stepped = training.model[0].weight.detach().clone()
+    assert not torch.equal(plain, stepped)
+    schedule.step()
+    training.backward()
+    training.optimizer.step()
+    assert training.optimizer.param_groups[0]["lr"] == 0.0
+    assert torch.equal(training.model[0].weight, stepped)
+    script.live.undo()
+    training.optimizer.param_groups[0]["lr"] = 1e-2
+    training.optimizer.step()
+    assert training.optimizer.state[training.model[0].weight]["step"] == 1  # its own steps again
+
+
+def test_a_scaler_divides_the_gradients_of_an_exchanged_fused_optimizer_itself() -> None:
+    training = Training(EXCHANGED, fused=True)
+    training.attach()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    training.backward()
+    plain = training.model[0].weight.grad.clone()
+    training.optimizer.zero_grad()
+    seen = []
+    training.optimizer.register_step_pre_hook(lambda *_: seen.append(training.model[0].weight.grad.clone()))
+    scaler.scale(training.model(torch.ones(4, 8)).square().mean()).backward()
+    scaler.step(training.optimizer)
+    assert torch.equal(seen[0], plain)
+
+
+def test_hooks_that_a_program_registers_later_are_called_around_the_steps_of_an_exchanged_optimizer() -> None:
+    training = Training(EXCHANGED)
+    training.attach()
+    seen: list[str] = []
+    training.optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    training.optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    training.backward()
+    training.optimizer.step()
+    assert seen == ["before", "after"]
+
+
+def test_a_step_past_the_exchanged_optimizer_is_refused() -> None:
+    training = Training(EXCHANGED)
+    kept = training.optimizer.step
+    training.attach()
+    training.backward()
+    with pytest.raises(UsageError, match="AdamW is stepped by a method that was kept from before"):
+        kept()
