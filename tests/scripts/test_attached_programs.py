@@ -132,14 +132,24 @@ def test_a_program_that_trains_nothing_is_told_that_the_plan_was_not_attached(
     assert "plan.toml was not attached: the program trained no model" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["micro-batching", "step-in-backward"])
+@pytest.mark.parametrize(
+    ("name", "setting", "hint"),
+    [
+        ("micro-batching", {"count": 2}, "Take a smaller batch"),
+        ("step-in-backward", {}, "Leave it out"),
+        ("low-precision-training", {}, "Take mixed-precision"),
+        ("mixed-precision", {"dtype": "float16"}, "Take bfloat16, or torch.amp.GradScaler"),
+        ("parameter-offload", {"gradients": "device"}, 'gradients = "host"'),
+        ("optimizer-offload", {"offload_gradients": True}, "offload_gradients = false"),
+    ],
+)
 def test_a_plan_that_changes_the_loop_is_refused_by_its_technique(
-    written: Callable[[str], str], name: str
+    written: Callable[[str], str], name: str, setting: Mapping[str, Any], hint: str
 ) -> None:
-    setting = {"count": 2} if name == "micro-batching" else {}
-    plan = write_plan({name: setting})
-    with pytest.raises(UsageError, match=f"{name} changes the training loop"):
+    plan = write_plan({**CHECKPOINTED, name: setting})
+    with pytest.raises(UsageError, match=f"{name} changes the training loop, .*: it ") as caught:
         main([str(plan), written("LOOP")])
+    assert hint in caught.value.hint
 
 
 @pytest.mark.parametrize("arguments", [[], ["plan.toml"], ["plan.toml", "-m"], ["nope.toml", "loop.py"]])

@@ -28,9 +28,6 @@ from vramfit.techniques import AttachedProgram, AttachStage, Choice
 STARTING = "allocator-settings"
 """The technique that a program is started with."""
 
-_LOOP = frozenset({"micro-batching", "step-in-backward", "low-precision-training"})
-"""Techniques that change the loop itself, which an unmodified program owns."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainedTarget:
@@ -59,10 +56,11 @@ def check_attachable(choices: Sequence[Choice]) -> None:
         UsageError: a technique changes the loop.
     """
     for choice in choices:
-        if choice.name in _LOOP:
+        change = choice.loop_change
+        if change is not None:
             raise UsageError(
-                f"{choice.name} changes the training loop, which belongs to the program",
-                f"Plan for the script itself (vramfit plan SCRIPT), or forbid {choice.name} in the plan",
+                f"{choice.name} changes the training loop, which belongs to the program: it {change.what}",
+                f"{change.instead}, or plan for the program itself: vramfit plan --gpu NAME SCRIPT",
             )
 
 
@@ -111,6 +109,7 @@ class AttachedScript:
         self._check_wrappers(wrappers)
         optimizer = _largest(self._finder, root)
         live = AttachedProgram(model, _inner(optimizer))
+        live.own_loop = True
         live.attach(self._choices)
         self.live = live
         if optimizer is not None:

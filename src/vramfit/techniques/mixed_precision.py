@@ -13,7 +13,7 @@ from torch import nn
 from vramfit.errors import UsageError
 from vramfit.techniques.core.attached_program import AttachedProgram, AttachStage
 from vramfit.techniques.core.model_profile import Profile
-from vramfit.techniques.core.technique import Numerics, Promise, Setting, Technique
+from vramfit.techniques.core.technique import LoopChange, Numerics, Promise, Setting, Technique
 from vramfit.techniques.support.casting import (
     HALVES,
     cast_tensors,
@@ -109,6 +109,15 @@ class MixedPrecision(Technique[MixedPrecisionSetting]):
         if setting.dtype is HalfType.FLOAT16:
             note += ", and steps whose scaled gradients overflow are left out"
         return Promise(Numerics.PRECISION, note)
+
+    def loop_change(self, setting: MixedPrecisionSetting) -> LoopChange | None:
+        """See `Technique.loop_change`."""
+        if setting.dtype is not HalfType.FLOAT16:
+            return None
+        return LoopChange(
+            what="scales the loss in float16, and divides the gradients before the step",
+            instead="Take bfloat16, or torch.amp.GradScaler in the program",
+        )
 
     def apply(self, workload: Workload, setting: MixedPrecisionSetting) -> Workload:
         """A new workload with the technique.

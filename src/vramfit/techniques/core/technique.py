@@ -73,6 +73,19 @@ class Promise:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LoopChange:
+    """What a setting of a technique changes of the training loop, so that a loop of a program's own cannot have it.
+
+    Attributes:
+        what: it does, in words that follow the technique's name.
+        instead: what to do, as an error's hint.
+    """
+
+    what: str
+    instead: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
     """Where and how strongly a technique is applied. Each technique has its own, with plain values alone."""
 
@@ -128,6 +141,10 @@ class Technique(ABC, Generic[S]):
         """What this setting may change in the results."""
         return Promise(self.numerics)
 
+    def loop_change(self, setting: S) -> LoopChange | None:  # noqa: ARG002  # of few techniques it depends on it
+        """What this setting changes of the training loop; None where a loop that knows nothing of it can have it."""
+        return None
+
     def describe(self, setting: S) -> str:
         """The setting in words, for tables: what is not the default, as ``name value``."""
         changed = setting_to_plain(setting)
@@ -162,6 +179,11 @@ class Choice:
     def attach_to(self, live: AttachedProgram) -> None:
         """Put the technique onto a live program, as `Technique.attach` says."""
         self.technique.attach(live, self.setting)
+
+    @property
+    def loop_change(self) -> LoopChange | None:
+        """What it changes of the training loop; None where a loop that knows nothing of it can have it."""
+        return self.technique.loop_change(self.setting)
 
     @property
     def words(self) -> str:
