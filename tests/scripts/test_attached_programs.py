@@ -88,43 +88,6 @@ def test_an_exchanged_optimizer_steps_in_the_loop_and_follows_the_programs_sched
     assert [one for one, _ in values] != [other for _, other in values]
 
 
-def test_a_schedule_that_is_made_after_the_first_pass_drives_an_exchanged_optimizer(
-    plain: tuple[str, list[str]], capsys: pytest.CaptureFixture[str]
-) -> None:
-    script, _ = plain
-    text = Path(script).read_text()
-    made = next(line for line in text.splitlines() if line.startswith("schedule ="))
-    text = text.replace(made + "\n", "schedule = None\n")
-    Path(script).write_text(
-        text.replace(
-            "    loss.backward()\n",
-            f"    loss.backward()\n    schedule = schedule or {made.partition(' = ')[2]}\n",
-        )
-    )
-    losses, found = (run(script, capsys, settings) for settings in ({}, {"low-bit-optimizer": {}}))
-    assert [line.split()[1] for line in found] == [line.split()[1] for line in losses]
-    assert len({line.split()[1] for line in found}) == 10
-
-
-@pytest.mark.parametrize(
-    ("name", "setting"),
-    [
-        ("mixed-precision", {"dtype": "float16"}),
-        ("optimizer-offload", {"offload_gradients": True}),
-        ("parameter-offload", {"gradients": "device"}),
-        ("micro-batching", {"count": 2}),
-        ("step-in-backward", {}),
-        ("low-precision-training", {}),
-    ],
-)
-def test_a_plan_that_needs_the_loop_is_refused_by_its_technique(
-    written: Callable[[str], str], name: str, setting: Mapping[str, Any]
-) -> None:
-    plan = write_plan({name: setting})
-    with pytest.raises(UsageError, match=f"{name} changes the training loop, .* it would have to"):
-        main([str(plan), written("LOOP")])
-
-
 def test_what_watched_for_the_model_is_gone_once_the_plan_is_attached() -> None:
     init, call = torch.optim.Optimizer.__init__, torch.nn.Module.__call__
 
@@ -168,6 +131,26 @@ def test_a_program_that_trains_nothing_is_told_that_the_plan_was_not_attached(
     run(script, capsys, CHECKPOINTED)
     main([str(write_plan(CHECKPOINTED)), script])
     assert "plan.toml was not attached: the program trained no model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "hint"),
+    [
+        ("micro-batching", {"count": 2}, "Take a smaller batch"),
+        ("step-in-backward", {}, "Leave it out"),
+        ("low-precision-training", {}, "Take mixed-precision"),
+        ("mixed-precision", {"dtype": "float16"}, "Take bfloat16, or torch.amp.GradScaler"),
+        ("parameter-offload", {"gradients": "device"}, 'gradients = "host"'),
+        ("optimizer-offload", {"offload_gradients": True}, "offload_gradients = false"),
+    ],
+)
+def test_a_plan_that_changes_the_loop_is_refused_by_its_technique(
+    written: Callable[[str], str], name: str, setting: Mapping[str, Any], hint: str
+) -> None:
+    plan = write_plan({**CHECKPOINTED, name: setting})
+    with pytest.raises(UsageError, match=f"{name} changes the training loop, .*: it ") as caught:
+        main([str(plan), written("LOOP")])
+    assert hint in caught.value.hint
 
 
 @pytest.mark.parametrize("arguments", [[], ["plan.toml"], ["plan.toml", "-m"], ["nope.toml", "loop.py"]])
@@ -220,3 +203,81 @@ def test_a_target_is_known_by_its_class_and_its_size() -> None:
     script.before_step(optimizers[0])  # the right one may still come
     assert script.meet(large)
     assert json.dumps([target.parameters for target in script.seen]) == "[20, 72]"
+
+
+class Training:
+    """A small model with its optimizer, to which techniques are attached as to a program's."""
+
+    def __init__(self, settings: Mapping[str, Mapping[str, Any]], **options: Any) -> None:
+        torch.manual_seed(0)
+        self.model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.GELU(), torch.nn.Linear(64, 8))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, **options)
+        self._settings = settings
+
+    def attach(self) -> AttachedScript:
+        finder = TrainingFinder()
+        finder.meet(self.optimizer)
+        script = AttachedScript(choices_of(self._settings), None, finder)
+        assert script.meet(self.model)
+        return script
+
+    def backward(self) -> None:
+        self.model(torch.ones(4, 8)).square().mean().backward()
+
+
+EXCHANGED = {"lean-optimizer": {"kind": "sgd"}}
+
+
+def test_a_schedule_that_is_made_after_the_first_pass_drives_the_exchanged_optimizer() -> None:
+    training = Training(EXCHANGED)
+    script = training.attach()
+    assert script.live is not None and script.live.optimizer is not training.optimizer
+    plain = training.model[0].weight.detach().clone()
+    schedule = torch.optim.lr_scheduler.StepLR(training.optimizer, 1, gamma=0.0)
+    training.backward()
+    training.optimizer.step()
+    stepped = training.model[0].weight.detach().clone()
+    assert not torch.equal(plain, stepped)
+    schedule.step()
+    training.backward()
+    training.optimizer.step()
+    assert training.optimizer.param_groups[0]["lr"] == 0.0
+    assert torch.equal(training.model[0].weight, stepped)
+    script.live.undo()
+    training.optimizer.param_groups[0]["lr"] = 1e-2
+    training.optimizer.step()
+    assert training.optimizer.state[training.model[0].weight]["step"] == 1  # its own steps again
+
+
+def test_a_scaler_divides_the_gradients_of_an_exchanged_fused_optimizer_itself() -> None:
+    training = Training(EXCHANGED, fused=True)
+    training.attach()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    training.backward()
+    plain = training.model[0].weight.grad.clone()
+    training.optimizer.zero_grad()
+    seen = []
+    training.optimizer.register_step_pre_hook(lambda *_: seen.append(training.model[0].weight.grad.clone()))
+    scaler.scale(training.model(torch.ones(4, 8)).square().mean()).backward()
+    scaler.step(training.optimizer)
+    assert torch.equal(seen[0], plain)
+
+
+def test_hooks_that_a_program_registers_later_are_called_around_the_steps_of_an_exchanged_optimizer() -> None:
+    training = Training(EXCHANGED)
+    training.attach()
+    seen: list[str] = []
+    training.optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    training.optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    training.backward()
+    training.optimizer.step()
+    assert seen == ["before", "after"]
+
+
+def test_a_step_past_the_exchanged_optimizer_is_refused() -> None:
+    training = Training(EXCHANGED)
+    kept = training.optimizer.step
+    training.attach()
+    training.backward()
+    with pytest.raises(UsageError, match="AdamW is stepped by a method that was kept from before"):
+        kept()

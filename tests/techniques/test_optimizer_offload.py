@@ -77,6 +77,24 @@ def test_gradients_are_clipped_together(gpu: VirtualGPU, setting: OptimizerOfflo
     _assert_same(ours, plain)
 
 
+def test_below_a_programs_own_loop_gradients_are_those_that_the_loop_leaves(gpu: VirtualGPU) -> None:
+    plain, ours = _live("cpu", torch.optim.SGD), _live("cuda", torch.optim.SGD)
+    ours.own_loop = True
+    OptimizerOffload().attach(ours, SOME)
+    for live in (plain, ours):
+        for step in range(4):
+            x = (numbers(4, 16) + step).to(live.device)
+            nn.functional.cross_entropy(live.model(x), classes(3, 4).to(live.device)).backward()
+            nn.utils.clip_grad_norm_(live.model.parameters(), 0.01)
+            assert live.optimizer is not None
+            if step == 1:  # a step that is left out leaves nothing behind
+                live.model[2].weight.grad = None
+            if step != 2:
+                live.optimizer.step()
+            live.optimizer.zero_grad()
+    _assert_same(ours, plain)
+
+
 @EACH
 def test_groups_and_schedules_act(gpu: VirtualGPU, setting: OptimizerOffloadSetting) -> None:
     def made(device: str) -> AttachedProgram:

@@ -53,13 +53,14 @@ def check_attachable(choices: Sequence[Choice]) -> None:
     """Refuse what no unmodified program can be given.
 
     Raises:
-        UsageError: a technique needs the loop's help.
+        UsageError: a technique changes the loop.
     """
     for choice in choices:
-        if needs := choice.needs_of_loop:
+        change = choice.loop_change
+        if change is not None:
             raise UsageError(
-                f"{choice.name} changes the training loop, which belongs to the program: it would have to {needs}",
-                f"Plan for the script itself (vramfit plan SCRIPT), or forbid {choice.name} in the plan",
+                f"{choice.name} changes the training loop, which belongs to the program: it {change.what}",
+                f"{change.instead}, or plan for the program itself: vramfit plan --gpu NAME SCRIPT",
             )
 
 
@@ -112,6 +113,7 @@ class AttachedScript:
         self._check_wrappers(wrappers)
         optimizer = _largest(self._finder, root)
         live = AttachedProgram(model, _inner(optimizer))
+        live.own_loop = True
         live.attach(self._choices)
         self.live = live
         if optimizer is not None:

@@ -24,6 +24,7 @@ from vramfit.techniques.core.model_profile import ModelBlock as ModelBlock
 from vramfit.techniques.core.model_profile import Profile as Profile
 from vramfit.techniques.core.technique import AppliedWorkload as AppliedWorkload
 from vramfit.techniques.core.technique import Choice as Choice
+from vramfit.techniques.core.technique import LoopChange as LoopChange
 from vramfit.techniques.core.technique import Numerics as Numerics
 from vramfit.techniques.core.technique import Promise as Promise
 from vramfit.techniques.core.technique import Setting as Setting

@@ -13,7 +13,7 @@ from torch import nn
 from vramfit.errors import UsageError
 from vramfit.techniques.core.attached_program import AttachedProgram, AttachStage
 from vramfit.techniques.core.model_profile import Profile
-from vramfit.techniques.core.technique import Numerics, Promise, Setting, Technique
+from vramfit.techniques.core.technique import LoopChange, Numerics, Promise, Setting, Technique
 from vramfit.techniques.optimizer_offload import HostOptimizer
 from vramfit.techniques.support.casting import (
     HALVES,
@@ -129,10 +129,6 @@ class LowPrecisionTraining(Technique[LowPrecisionTrainingSetting]):
                 master=Master.STOCHASTIC_ROUNDING, bfloat16_states=True, float32_norms=norms
             )
 
-    def needs_of_loop(self, setting: LowPrecisionTrainingSetting) -> str:  # noqa: ARG002  # whatever the setting
-        """See `Technique.needs_of_loop`."""
-        return "keep the weights that the updates add up in"
-
     def promise(self, setting: LowPrecisionTrainingSetting) -> Promise:
         """What has fewer bits."""
         note = "parameters, gradients and activations have 8 bits of precision (bfloat16)"
@@ -145,6 +141,13 @@ class LowPrecisionTraining(Technique[LowPrecisionTrainingSetting]):
         if setting.bfloat16_states or setting.master is Master.NONE:
             note += ", the optimizer's states are in bfloat16"
         return Promise(Numerics.PRECISION, note)
+
+    def loop_change(self, setting: LowPrecisionTrainingSetting) -> LoopChange:  # noqa: ARG002
+        """See `Technique.loop_change`."""
+        return LoopChange(
+            what="puts the parameters into bfloat16, also for the loop's checkpoints, averages and evaluation",
+            instead="Take mixed-precision, or change the program's own parameters to bfloat16",
+        )
 
     def attach(self, live: AttachedProgram, setting: LowPrecisionTrainingSetting) -> None:
         """Cast the model, surround it and its islands, and hook the optimizer once it is there."""

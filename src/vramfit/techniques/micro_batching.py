@@ -21,7 +21,7 @@ from vramfit.errors import UsageError
 from vramfit.techniques.core.attached_program import AttachedProgram, AttachStage, Piece
 from vramfit.techniques.core.model_profile import Profile
 from vramfit.techniques.core.piece_state import PieceState
-from vramfit.techniques.core.technique import Numerics, Promise, Setting, Technique
+from vramfit.techniques.core.technique import LoopChange, Numerics, Promise, Setting, Technique
 from vramfit.techniques.support.batch_cut import Cut, is_plain
 from vramfit.torch_internals.layers import BatchNorm
 from vramfit.workload import Batch
@@ -143,6 +143,13 @@ class MicroBatching(Technique[MicroBatchingSetting]):
             known = piece
             count *= 2
 
+    def loop_change(self, setting: MicroBatchingSetting) -> LoopChange:  # noqa: ARG002
+        """See `Technique.loop_change`."""
+        return LoopChange(
+            what="cuts each batch into pieces with backward passes of their own",
+            instead="Take a smaller batch with the framework's accumulation of gradients",
+        )
+
     def attach(self, live: AttachedProgram, setting: MicroBatchingSetting) -> None:
         """Cut batches, and let running statistics move as slowly as there are pieces."""
         if setting.count < 1:
@@ -161,10 +168,6 @@ class MicroBatching(Technique[MicroBatchingSetting]):
         state = PieceState(live.model, once=setting.once, averaged=setting.averaged, summed=setting.summed)
         live.set(live, "piece_state", state)
         live.set(live, "splitter", Splitter(setting, shifts=_shifts(live.model)))
-
-    def needs_of_loop(self, setting: MicroBatchingSetting) -> str:  # noqa: ARG002  # whatever the setting
-        """See `Technique.needs_of_loop`."""
-        return "go forward and backward with each piece of a batch"
 
     def promise(self, setting: MicroBatchingSetting) -> Promise:
         """Sums in another order, unless batch norm sees other batches."""

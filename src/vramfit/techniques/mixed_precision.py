@@ -13,7 +13,7 @@ from torch import nn
 from vramfit.errors import UsageError
 from vramfit.techniques.core.attached_program import AttachedProgram, AttachStage
 from vramfit.techniques.core.model_profile import Profile
-from vramfit.techniques.core.technique import Numerics, Promise, Setting, Technique
+from vramfit.techniques.core.technique import LoopChange, Numerics, Promise, Setting, Technique
 from vramfit.techniques.support.casting import (
     HALVES,
     cast_tensors,
@@ -102,10 +102,6 @@ class MixedPrecision(Technique[MixedPrecisionSetting]):
         if profile.device_type == "cuda" and profile.capability >= _FLOAT16_FROM and not profile.own_step:
             yield MixedPrecisionSetting(dtype=HalfType.FLOAT16, island_kinds=routers)
 
-    def needs_of_loop(self, setting: MixedPrecisionSetting) -> str:
-        """See `Technique.needs_of_loop`."""
-        return "scale its loss" if setting.dtype is HalfType.FLOAT16 else ""
-
     def promise(self, setting: MixedPrecisionSetting) -> Promise:
         """What has fewer bits."""
         bits = 8 if setting.dtype is HalfType.BFLOAT16 else 11
@@ -113,6 +109,15 @@ class MixedPrecision(Technique[MixedPrecisionSetting]):
         if setting.dtype is HalfType.FLOAT16:
             note += ", and steps whose scaled gradients overflow are left out"
         return Promise(Numerics.PRECISION, note)
+
+    def loop_change(self, setting: MixedPrecisionSetting) -> LoopChange | None:
+        """See `Technique.loop_change`."""
+        if setting.dtype is not HalfType.FLOAT16:
+            return None
+        return LoopChange(
+            what="scales the loss in float16, and divides the gradients before the step",
+            instead="Take bfloat16, or torch.amp.GradScaler in the program",
+        )
 
     def apply(self, workload: Workload, setting: MixedPrecisionSetting) -> Workload:
         """A new workload with the technique.

@@ -6,6 +6,8 @@ hooks, and its copies of the parameters on the host overwrite what a program loa
 shows the groups of the program's own optimizer instead, and copies their values to torchao's before each step; its
 ``state`` holds torchao's states by the parameters on the card, so that checkpoints fit the program's own optimizer;
 parameters that somebody changed since the last step, as their version counters tell, are copied to the host anew.
+torchao copies gradients in the backward pass, and never sees what a program's own loop does to them then: below such a
+loop they are copied at the step, as the loop left them.
 
 NOTE [Master weights]: parameters in bfloat16 are stepped in float32: torchao's copies stay in bfloat16, since they are
 what crosses the link, and beside each lies a master in float32, which the host's optimizer has in its place.
@@ -26,7 +28,7 @@ from torch import nn
 from vramfit.errors import UsageError
 from vramfit.techniques.core.attached_program import AttachedProgram, AttachStage
 from vramfit.techniques.core.model_profile import Profile
-from vramfit.techniques.core.technique import Numerics, Promise, Setting, Technique
+from vramfit.techniques.core.technique import LoopChange, Numerics, Promise, Setting, Technique
 from vramfit.techniques.optimizer_kernel import (
     Implementation,
     OptimizerKernel,
@@ -106,13 +108,18 @@ class OptimizerOffload(Technique[OptimizerOffloadSetting]):
         if not profile.own_step:
             yield OptimizerOffloadSetting(offload_gradients=True)
 
-    def needs_of_loop(self, setting: OptimizerOffloadSetting) -> str:
-        """See `Technique.needs_of_loop`."""
-        return "clip and read gradients that are on the host already" if setting.offload_gradients else ""
-
     def promise(self, setting: OptimizerOffloadSetting) -> Promise:  # noqa: ARG002
         """The CPU rounds otherwise than the card."""
         return Promise(self.numerics, "the optimizer's step may round differently in the last bits")
+
+    def loop_change(self, setting: OptimizerOffloadSetting) -> LoopChange | None:
+        """See `Technique.loop_change`."""
+        if not setting.offload_gradients:
+            return None
+        return LoopChange(
+            what="takes gradients away from .grad in the backward pass, where the loop could not cut or add them up",
+            instead="Give it offload_gradients = false",
+        )
 
     def attach(self, live: AttachedProgram, setting: OptimizerOffloadSetting) -> None:
         """Exchange the optimizer; its states move to the host, and come back with the undo."""
@@ -123,7 +130,10 @@ class OptimizerOffload(Technique[OptimizerOffloadSetting]):
                 OptimizerKernel().attach(live, OptimizerKernelSetting(implementation=Implementation.FUSED))
             return
         host = HostOptimizer(
-            old, offload_gradients=setting.offload_gradients, minimal_size=setting.minimal_size
+            old,
+            offload_gradients=setting.offload_gradients,
+            minimal_size=setting.minimal_size,
+            fetches_gradients=live.own_loop,
         )
         host.take_states(old)
 
@@ -202,9 +212,17 @@ class HostOptimizer(torch.optim.Optimizer):
     Args:
         offload_gradients: whether gradients leave the card in the backward pass.
         minimal_size: parameters with fewer elements stay on the card.
+        fetches_gradients: whether gradients go to the host at the step, as they are then, and not in the backward pass.
     """
 
-    def __init__(self, old: Optimizer, *, offload_gradients: bool, minimal_size: int) -> None:
+    def __init__(
+        self,
+        old: Optimizer,
+        *,
+        offload_gradients: bool,
+        minimal_size: int,
+        fetches_gradients: bool = False,
+    ) -> None:
         super().__init__(
             [{**group, "params": list(group["params"])} for group in old.param_groups], dict(old.defaults)
         )
@@ -223,6 +241,9 @@ class HostOptimizer(torch.optim.Optimizer):
         placed = [(_hooks(p), key) for p, before in hooks.items() for key in set(_hooks(p)) - before]
         # Hooks of tensors are unseen by Python's garbage collector, and torchao's hold all parameters.
         self._unhook = weakref.finalize(self, _remove, placed)
+        self._fetches = fetches_gradients
+        if fetches_gradients:
+            self._unhook()
         self._versions = {parameter: parameter._version for parameter in self._inner.param_d2h_map}
         self._masters: dict[torch.Tensor, torch.Tensor] = {}
         self._remainders: dict[torch.Tensor, torch.Tensor] = {}  # of parameters that stay on the card
@@ -244,6 +265,8 @@ class HostOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self._pass_values()
         self._refresh()
+        if self._fetches:
+            self._fetch_gradients()
         self._inner.step()
         self._versions = {parameter: parameter._version for parameter in self._inner.param_d2h_map}
         self._show_states()
@@ -406,6 +429,17 @@ class HostOptimizer(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter in theirs:
                     theirs[parameter].update(values)
+
+    def _fetch_gradients(self) -> None:
+        """Copy all gradients to the host, as torchao's hooks do in the backward pass."""
+        inner = self._inner
+        inner.queue.clear()
+        inner.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(inner.stream):
+            for parameter, host in inner.param_d2h_map.items():
+                if parameter.grad is not None:
+                    host.grad.copy_(parameter.grad, non_blocking=True)
+                    inner.queue[parameter] = inner.stream.record_event()
 
     @torch.no_grad()
     def _refresh(self) -> None:

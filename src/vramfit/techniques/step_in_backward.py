@@ -15,7 +15,7 @@ from torch import nn
 from vramfit.errors import UsageError
 from vramfit.techniques.core.attached_program import AttachedProgram, AttachStage
 from vramfit.techniques.core.model_profile import Profile
-from vramfit.techniques.core.technique import Numerics, Promise, Setting, Technique
+from vramfit.techniques.core.technique import LoopChange, Numerics, Promise, Setting, Technique
 from vramfit.techniques.support.optimizer_exchange import (
     Optimizer,
     catch_up,
@@ -72,10 +72,6 @@ class StepInBackward(Technique[StepInBackwardSetting]):
         if profile.optimizer is not None and not profile.own_step and is_separable(profile.optimizer):
             yield StepInBackwardSetting()
 
-    def needs_of_loop(self, setting: StepInBackwardSetting) -> str:  # noqa: ARG002  # whatever the setting
-        """See `Technique.needs_of_loop`."""
-        return "leave the step to the backward pass"
-
     def promise(self, setting: StepInBackwardSetting) -> Promise:
         """Bitwise, unless the optimizer is one that we do not know."""
         if setting.separable:
@@ -83,6 +79,13 @@ class StepInBackward(Technique[StepInBackwardSetting]):
                 self.numerics, "as long as the optimizer treats each parameter on its own, as was said"
             )
         return Promise(self.numerics)
+
+    def loop_change(self, setting: StepInBackwardSetting) -> LoopChange:  # noqa: ARG002
+        """See `Technique.loop_change`."""
+        return LoopChange(
+            what="steps in the backward pass, before the loop could cut, scale or add up gradients",
+            instead="Leave it out",
+        )
 
     def attach(self, live: AttachedProgram, setting: StepInBackwardSetting) -> None:
         """Hook every parameter that is trained now; others step at the end, as before."""

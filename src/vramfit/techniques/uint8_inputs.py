@@ -79,10 +79,6 @@ class Uint8Inputs(Technique[Uint8InputsSetting]):
         modules = () if traced is None else _readers(traced.trace)
         yield Uint8InputsSetting(modules=modules)
 
-    def needs_of_loop(self, setting: Uint8InputsSetting) -> str:  # noqa: ARG002  # whatever the setting
-        """See `Technique.needs_of_loop`."""
-        return "convert its batches before they reach the card"
-
     def attach(self, live: AttachedProgram, setting: Uint8InputsSetting) -> None:
         """Surround the layers that read images, or the model, and turn a workload's batches into bytes.
 

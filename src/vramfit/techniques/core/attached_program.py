@@ -103,6 +103,8 @@ class AttachedProgram:
         before_step: called before the optimizer steps, after gradients are unscaled.
         after_step: called after the optimizer stepped and the gradients went.
         pageable: each gives the tensors that a technique keeps on the host without pinning them, beside a card.
+        own_loop: whether the loop knows nothing of techniques: it goes backward and steps by itself, and may
+            cut, scale or exchange gradients in between. See `Technique.loop_change`.
     """
 
     def __init__(
@@ -129,6 +131,7 @@ class AttachedProgram:
         self.before_step: list[Callable[[], None]] = []
         self.after_step: list[Callable[[], None]] = []
         self.pageable: list[Callable[[], Iterable[torch.Tensor]]] = []
+        self.own_loop = False
         self._undo = contextlib.ExitStack()
         self._attaching: AttachStage | None = None
         self._later: list[tuple[AttachStage, Callable[[], None]]] = []

@@ -73,6 +73,19 @@ class Promise:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LoopChange:
+    """What a setting of a technique changes of the training loop, so that a loop of a program's own cannot have it.
+
+    Attributes:
+        what: it does, in words that follow the technique's name.
+        instead: what to do, as an error's hint.
+    """
+
+    what: str
+    instead: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
     """Where and how strongly a technique is applied. Each technique has its own, with plain values alone."""
 
@@ -128,12 +141,9 @@ class Technique(ABC, Generic[S]):
         """What this setting may change in the results."""
         return Promise(self.numerics)
 
-    def needs_of_loop(self, setting: S) -> str:  # noqa: ARG002  # some settings leave the loop alone
-        """What the training loop would have to do for this setting, as a verb with its object; empty for nothing.
-
-        A loop that does not know of the plan, an unmodified program's, does none of it.
-        """
-        return ""
+    def loop_change(self, setting: S) -> LoopChange | None:  # noqa: ARG002  # of few techniques it depends on it
+        """What this setting changes of the training loop; None where a loop that knows nothing of it can have it."""
+        return None
 
     def describe(self, setting: S) -> str:
         """The setting in words, for tables: what is not the default, as ``name value``."""
@@ -171,15 +181,15 @@ class Choice:
         self.technique.attach(live, self.setting)
 
     @property
+    def loop_change(self) -> LoopChange | None:
+        """What it changes of the training loop; None where a loop that knows nothing of it can have it."""
+        return self.technique.loop_change(self.setting)
+
+    @property
     def words(self) -> str:
         """The name with the setting: ``micro-batching (count 4)``."""
         words = self.technique.describe(self.setting)
         return f"{self.name} ({words})" if words else self.name
-
-    @property
-    def needs_of_loop(self) -> str:
-        """What the training loop would have to do for it; empty for nothing."""
-        return self.technique.needs_of_loop(self.setting)
 
     @property
     def promise(self) -> Promise:

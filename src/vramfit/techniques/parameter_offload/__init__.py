@@ -17,7 +17,7 @@ from vramfit.inference.streaming.layer_weights import move_tensors, own_names, p
 from vramfit.techniques.activation_offload import chosen_modules
 from vramfit.techniques.core.attached_program import AttachedProgram, AttachStage
 from vramfit.techniques.core.model_profile import Profile
-from vramfit.techniques.core.technique import Numerics, Promise, Setting, Technique
+from vramfit.techniques.core.technique import LoopChange, Numerics, Promise, Setting, Technique
 from vramfit.techniques.parameter_offload.depot import Depot, Visitors
 from vramfit.techniques.support.blocks import best_blocks, find_blocks
 from vramfit.techniques.support.optimizer_exchange import state_tensors
@@ -102,20 +102,21 @@ class ParameterOffload(Technique[ParameterOffloadSetting]):
                 return
             yield ParameterOffloadSetting(modules=tuple(block.path for block in chosen))
 
-    def needs_of_loop(self, setting: ParameterOffloadSetting) -> str:
-        """See `Technique.needs_of_loop`."""
-        return (
-            "take gradients that are kept apart until the step"
-            if setting.gradients is GradientPlace.DEVICE
-            else ""
-        )
-
     def promise(self, setting: ParameterOffloadSetting) -> Promise:
         """See `Technique.promise`."""
         del setting
         return Promise(
             Numerics.ROUNDING,
             "gradients are the same; the optimizer's kernels of the CPU may round otherwise",
+        )
+
+    def loop_change(self, setting: ParameterOffloadSetting) -> LoopChange | None:
+        """See `Technique.loop_change`."""
+        if setting.gradients is not GradientPlace.DEVICE:
+            return None
+        return LoopChange(
+            what="keeps gradients away from .grad until the step, where the loop could not cut or read them",
+            instead='Give it gradients = "host"',
         )
 
     def attach(self, live: AttachedProgram, setting: ParameterOffloadSetting) -> None:
