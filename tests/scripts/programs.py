@@ -187,3 +187,32 @@ def main():
 
 main()
 """
+
+INFERRING = """
+import argparse
+import torch
+from torch import nn
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--batch-size", type=int, default=64)
+options = parser.parse_args()
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(1000, 256)
+        self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(6))
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x.mean(1)
+
+
+net = Net().eval().to("cuda")
+for _ in range(3):
+    tokens = torch.randint(0, 1000, (options.batch_size, 512), device="cuda")
+    out = net(tokens)
+"""

@@ -6,7 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from vramfit.planner.remedies.source_edits import edited, inserted_before, with_other_call, wrapped
+from vramfit.planner.remedies.source_edits import (
+    edited,
+    inserted_before,
+    with_call_before,
+    with_keyword,
+    with_other_call,
+    wrapped,
+    wrapped_alone,
+)
 from vramfit.trace import Frame
 
 
@@ -86,3 +94,38 @@ def test_another_class_is_called_with_its_import(
     )
     assert applied(path, edit).decode() == expected
     assert edit is not None and edit.words.endswith("after  import torchao.optim")
+
+
+def test_a_method_is_called_before_another(tmp_path: Path) -> None:
+    path = tmp_path / "infer.py"
+    path.write_text("\u00e9 = 1; model = Net(\n    width=8,\n).eval().to('cuda')\n", encoding="utf-8")
+    edit = with_call_before(Frame(str(path), 3, "<module>"), frozenset({"to"}), ".bfloat16()", tmp_path)
+    text = applied(path, edit).decode()
+    assert text == "\u00e9 = 1; model = Net(\n    width=8,\n).eval().bfloat16().to('cuda')\n"
+    assert edit is not None
+    assert edit.words == "in infer.py:1 write Net(width=8).eval().bfloat16().to(...)"
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("out = m.generate(x, n=1)\n", "out = m.generate(x, n=1, k=2)\n"),
+        ("out = m.generate()\n", "out = m.generate(k=2)\n"),
+        ("out = m.generate(\n    x,\n)\n", "out = m.generate(\n    x,\nk=2)\n"),
+        ("out = m.generate(x, k=3)\n", None),
+    ],
+)
+def test_a_keyword_is_given_once(tmp_path: Path, source: str, expected: str | None) -> None:
+    path = tmp_path / "infer.py"
+    path.write_text(source)
+    edit = with_keyword(Frame(str(path), 1, "<module>"), frozenset({"generate"}), "k=2", tmp_path)
+    assert (None if edit is None else applied(path, edit).decode()) == expected
+
+
+def test_one_statement_is_wrapped_alone(tmp_path: Path) -> None:
+    path = tmp_path / "infer.py"
+    path.write_text("for x in y:\n\tout = f(\n\t\tx)\n\tg(out)\n")
+    edit = wrapped_alone(Frame(str(path), 2, "<module>"), "with no_grad():", tmp_path)
+    assert applied(path, edit) == b"for x in y:\n\twith no_grad():\n\t\tout = f(\n\t\t\tx)\n\tg(out)\n"
+    path.write_text("a = 1; b = f(x)\nif f(x): pass\n")
+    assert wrapped_alone(Frame(str(path), 2, "<module>"), "with no_grad():", tmp_path) is None

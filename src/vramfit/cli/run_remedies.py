@@ -91,6 +91,6 @@ def _untrained(run: Run) -> str:
     whole = run if not run.ran_out else None if run.again is None else run.again.run
     if whole is None or whole.progress.is_cut or whole.exit_code or whole.observed is None:
         return ""
-    if whole.observed.unclear:
+    if whole.observed.unclear and not whole.observed.infers:
         return whole.observed.unclear[0]
-    return "" if whole.observed.models else "the program trains no model"
+    return "" if whole.observed.models or whole.observed.infers else "the program runs no model on the card"

@@ -82,7 +82,8 @@ def _work(job: PlannerJob, folder: Path, progress: Callable[[str], None]) -> Non
     if job.program:
         from vramfit.planner.scripts.script_opening import opened_program
 
-        device, workload = opened_program(memory, job.program, job.run, progress)
+        trained = kind is None or kind.needs_training
+        device, workload = opened_program(memory, job.program, job.run, progress, trained=trained)
     else:
         device, load = opened(memory)
         workload = load(job.target)

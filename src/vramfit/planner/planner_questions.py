@@ -87,6 +87,9 @@ class PlannerQuestion(ABC, Generic[Result]):
     keeps_searches: ClassVar[bool] = False
     """Whether what its runs saw on a virtual card is kept for the next time; see search_evidence.py."""
 
+    needs_training: ClassVar[bool] = True
+    """Whether a program that it is about has to train a model."""
+
     @abstractmethod
     def answer(self, asked: QuestionContext) -> Result:
         """Find the answer, in the child.

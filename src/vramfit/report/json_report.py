@@ -23,6 +23,7 @@ from vramfit.analysis import (
 from vramfit.plain import to_plain
 from vramfit.report.rendering import json_values, to_json
 from vramfit.trace import Category, Frame, OomReport, Run
+from vramfit.trace.observed_program import ObservedProgram
 from vramfit.trace.outcome import HostMemory, Progress
 
 SCHEMA = "vramfit.run/1"
@@ -58,7 +59,7 @@ def _json_values(run: Run, verdict: Verdict, against: Reconciliation | None = No
         "outcome": verdict.outcome.name.lower(),
         "end": run.progress.end.value,
         "steps": _steps(run.progress),
-        "trains": None if run.observed is None or not run.observed.trains else to_plain(run.observed),
+        "trains": _observed(run.observed),
         "remedies": None if run.remedies is None else to_json(run.remedies),
         "plan": None if run.plan is None else to_plain(run.plan),
         "assume": run.assume,
@@ -138,6 +139,10 @@ def _host(host: HostMemory) -> dict[str, Any]:
             for site in host.sites
         ],
     }
+
+
+def _observed(seen: ObservedProgram | None) -> dict[str, Any] | None:
+    return to_plain(seen) if seen is not None and (seen.trains or seen.infers) else None
 
 
 def _steps(progress: Progress) -> dict[str, Any]:

@@ -1,10 +1,10 @@
-"""What a program trains, in one line."""
+"""What a program trains, or runs, in one line."""
 
 from __future__ import annotations
 
 from vramfit.analysis import Verdict
 from vramfit.trace.applied_plan import AppliedPlan
-from vramfit.trace.observed_program import Framework, ObservedModel, ObservedProgram
+from vramfit.trace.observed_program import CalledBy, Framework, ObservedModel, ObservedProgram
 from vramfit.units import counted, format_bytes
 
 _SHOWN = 3
@@ -12,14 +12,32 @@ _SHOWN = 3
 
 
 def program_words(seen: ObservedProgram) -> str:
-    """Which models are trained with what, and on which batches; empty where nothing is trained."""
+    """Which models are trained with what, and on which batches, or run; empty where nothing is seen of that."""
     if not seen.models:
-        return ""
+        return _running(seen) if seen.infers else ""
     named = [_model(seen, model) for model in seen.models[:_SHOWN]]
     if len(seen.models) > _SHOWN:
         named.append(counted(len(seen.models) - _SHOWN, "more model"))
     facts = [_batch(seen), _accumulation(seen), *_others(seen)]
     return f"trains {_listed(named)}; {', '.join(filter(None, facts))}"
+
+
+def _running(seen: ObservedProgram) -> str:
+    """Which models are run, the largest first, and on what."""
+    models = sorted(seen.used, key=lambda model: -model.parameter_bytes)
+    named = [
+        f"{model.kind}, {_millions(model.parameters)} parameters in {model.dtype}"
+        for model in models[:_SHOWN]
+    ]
+    if len(models) > _SHOWN:
+        named.append(counted(len(models) - _SHOWN, "more model"))
+    shape = next((shape for shape in models[0].shapes if shape), ())
+    facts = [
+        f"batch {' x '.join(map(str, shape))}" if shape else "",
+        {CalledBy.GENERATE: "by generate", CalledBy.PIPELINE: "by a pipeline"}.get(models[0].called_by, ""),
+        "gradients enabled" if models[0].with_gradients else "",
+    ]
+    return "; ".join(filter(None, (f"runs {_listed(named)}", ", ".join(filter(None, facts)))))
 
 
 def plan_words(plan: AppliedPlan, verdict: Verdict) -> str:

@@ -34,8 +34,10 @@ class _RemediesReport(Sections):
         if tried.why_not:
             yield from self.wrapped(Text(f"  No remedy was tried: {tried.why_not}.", style="yellow"))
             return
-        yield Text("Tried on the program, each run for two steps", style="bold")
-        yield Text(f"  {'':2}{'needs':>10}  {'step':>7}  remedy", style="bright_black")
+        yield Text(f"Tried on the program, each run {how_long(tried)}", style="bold")
+        yield Text(
+            f"  {'':2}{'needs':>10}  {'time' if tried.whole else 'step':>7}  remedy", style="bright_black"
+        )
         for number, row in enumerate(tried.rows):
             yield from self.row(row, best=number == tried.cheapest)
         yield from self.conclusion(tried)
@@ -76,6 +78,11 @@ class _RemediesReport(Sections):
             yield from self.wrapped(Text(text))
 
 
+def how_long(tried: TriedRemedies) -> str:
+    """How far the program ran each time."""
+    return "to its end" if tried.whole else "for two steps"
+
+
 def conclusion_of(tried: TriedRemedies) -> str:
     """What the rows come to, in a sentence."""
     if not tried.rows:
@@ -86,5 +93,6 @@ def conclusion_of(tried: TriedRemedies) -> str:
     if tried.cheapest is None:
         return f"None of these makes it fit{' so far' if tried.cut else ''}."
     best = tried.rows[tried.cheapest]
-    cost = "" if best.slower is None else f", its step takes {best.slower:.2f} times as long (simulated)"
+    what = "it" if tried.whole else "its step"
+    cost = "" if best.slower is None else f", {what} takes {best.slower:.2f} times as long (simulated)"
     return f"Cheapest that fits: {best.name}{cost}."

@@ -1,4 +1,4 @@
-"""What a program was seen to train: models, optimizers, loaders, and what else its loop does. Imports no torch."""
+"""What a program was seen to train or to run: models, optimizers, loaders, and what else it does. Imports no torch."""
 
 from __future__ import annotations
 
@@ -73,6 +73,45 @@ class ObservedModel:
     called_from: tuple[Frame, ...] = ()
 
 
+class CalledBy(Enum):
+    """What calls a model for the program."""
+
+    PROGRAM = ""
+    GENERATE = "generate"
+    """`generate` of transformers."""
+    PIPELINE = "pipeline"
+    """A pipeline of diffusers."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UsedModel:
+    """A module that no optimizer has, the outermost one that was called on a card: a model in use, not in training.
+
+    Attributes:
+        kind: its class, below what wraps it.
+        parameters: elements, all of them.
+        parameter_bytes: that they take.
+        dtype: of most of them, ``float32``.
+        shapes: of the tensors of its first call.
+        with_gradients: whether gradients were enabled in that call.
+        called_by: what called it.
+        called_as: the expression that the calling line's scope has for it, or for the pipeline; empty if unknown.
+        called_at: the line of the program that first called it, or what calls it.
+        moved_at: the line of the program that put it onto the card; None if that was not seen.
+    """
+
+    kind: str
+    parameters: int
+    parameter_bytes: int
+    dtype: str
+    shapes: tuple[tuple[int, ...], ...] = ()
+    with_gradients: bool = False
+    called_by: CalledBy = CalledBy.PROGRAM
+    called_as: str = ""
+    called_at: Frame | None = None
+    moved_at: Frame | None = None
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ObservedLoader:
     """A `torch.utils.data.DataLoader` from which batches were taken.
@@ -110,7 +149,8 @@ class ObservedProgram:
     """What a program was seen to train.
 
     Attributes:
-        models: in the order of their first training pass.
+        models: that it trains, in the order of their first training pass.
+        used: that it runs and does not train, in the order of their first call.
         optimizers: in the order in which they were made.
         loaders: those from which batches were taken.
         framework: whose loop it runs.
@@ -127,6 +167,7 @@ class ObservedProgram:
     """
 
     models: tuple[ObservedModel, ...] = ()
+    used: tuple[UsedModel, ...] = ()
     optimizers: tuple[ObservedOptimizer, ...] = ()
     loaders: tuple[ObservedLoader, ...] = ()
     framework: Framework = Framework.NONE
@@ -150,3 +191,13 @@ class ObservedProgram:
     def main_model(self) -> ObservedModel | None:
         """The trained model with the most trained parameters; None without any."""
         return max(self.models, key=lambda model: model.trained, default=None)
+
+    @property
+    def infers(self) -> bool:
+        """Whether it runs models and trains none."""
+        return bool(self.used) and not self.trains and self.backward_at is None
+
+    @property
+    def main_used(self) -> UsedModel | None:
+        """The model in use whose parameters take most; None without any."""
+        return max(self.used, key=lambda model: model.parameter_bytes, default=None)

@@ -50,6 +50,8 @@ class TriedRemedies:
         seconds: that it took.
         cut: whether there was no time for all.
         why_not: why nothing was tried; empty where something was.
+        whole: whether each ran to its end, as a program that trains nothing does, and not for two steps of a training;
+            seconds are then those of the whole.
     """
 
     rows: tuple[TriedRemedy, ...] = ()
@@ -57,3 +59,4 @@ class TriedRemedies:
     seconds: float = 0.0
     cut: bool = False
     why_not: str = ""
+    whole: bool = False

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial, wraps
@@ -33,12 +33,14 @@ from vramfit.capture.observing.program_frames import (
     program_line,
     program_lines,
 )
+from vramfit.capture.observing.tensor_shapes import shapes_of
 from vramfit.capture.observing.training_finder import (
     TrainingFinder,
     elements,
     following_optimizers,
     parameters_of,
 )
+from vramfit.capture.observing.used_models import UsedModels
 from vramfit.capture.observing.wrappers import kind_of, peeled
 from vramfit.patching import PatchStack
 from vramfit.torch_internals.layers import is_compiled
@@ -49,10 +51,6 @@ from vramfit.trace.observed_program import (
     ObservedOption,
     ObservedProgram,
 )
-
-_SHAPES = 8
-"""Tensors of a first call whose shapes are kept."""
-
 
 _OBSERVERS: list[ProgramObserver] = []
 
@@ -68,12 +66,14 @@ class ProgramObserver:
     Attributes:
         on_training: called with a model, and what wraps it, before its first training pass.
         finder: knows the program's optimizers.
+        used: the models that are called and not trained.
     """
 
     def __init__(self, modules: ModuleStack, phases: PhaseTracker) -> None:
         self.on_training: Callable[[nn.Module], object] = lambda _module: None
         self._modules, self._phases = modules, phases
         self.finder = TrainingFinder()
+        self.used = UsedModels()
         self._models: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self._seen: list[ObservedModel] = []
         self._optimizers: list[ObservedOptimizer] = []
@@ -105,6 +105,7 @@ class ProgramObserver:
 
         patches.set(self._phases, "before", begin)
         patches.set(self._phases, "on_step", stepped)
+        self.used.install(patches)
         patches.set(torch.optim.Optimizer, "__init__", following_optimizers(self._meet))
         patches.call(register_optimizer_step_post_hook(self._took_step).remove)
         patches.set(
@@ -239,6 +240,8 @@ class ProgramObserver:
         number = self._models.get(root)
         if number is None:
             if not self.finder.trains(root):
+                with suppress(Exception):  # whatever a program's objects make of being looked at, it goes on
+                    self.used.meet(root)
                 return
             number = self._models[root] = len(self._seen)
             try:
@@ -287,8 +290,7 @@ class ProgramObserver:
 
         def look(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             handle.remove()
-            shapes = tuple(tuple(tensor.shape) for tensor in _tensors((args, kwargs)))[:_SHAPES]
-            self._seen[number] = replace(self._seen[number], shapes=shapes)
+            self._seen[number] = replace(self._seen[number], shapes=shapes_of((args, kwargs)))
 
         handle = root.register_forward_pre_hook(look, with_kwargs=True)
 
@@ -314,6 +316,7 @@ class ProgramObserver:
         return replace(
             self._found,
             models=tuple(self._seen),
+            used=tuple(self.used.without(self._models)),
             optimizers=tuple(self._optimizers),
             loaders=tuple(loader for loader in self._loaded if loader.batches),
             options=tuple(self._options.values()),
@@ -369,17 +372,6 @@ def _telling(original: Callable[..., None], note: Callable[[Any], object]) -> Ca
 def _wants_closure(optimizer: torch.optim.Optimizer) -> bool:
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
-
-
-def _tensors(tree: Any) -> Iterator[torch.Tensor]:
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, list | tuple):
-        for item in tree:
-            yield from _tensors(item)
-    elif isinstance(tree, Mapping):
-        for item in tree.values():
-            yield from _tensors(item)
 
 
 def observe_program(modules: ModuleStack, phases: PhaseTracker, patches: PatchStack) -> ProgramObserver:

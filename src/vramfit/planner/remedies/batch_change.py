@@ -33,7 +33,7 @@ def batch_size(seen: ObservedProgram) -> int | None:
     loaded = next((loader.batch_size for loader in seen.loaders if loader.batch_size), None)
     if loaded is not None:
         return loaded
-    model = seen.main_model
+    model = seen.main_model or seen.main_used
     shape = next((shape for shape in model.shapes if shape), None) if model is not None else None
     return shape[0] if shape else None
 

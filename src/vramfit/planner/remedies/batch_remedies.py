@@ -34,7 +34,8 @@ def with_batch(subject: TrainedProgram, size: int) -> ProgramRemedy | None:
         how = (*found.how, f"Trainer(accumulate_grad_batches={times})")
         both = BatchChange(alteration=found.alteration + added, how=how)
         return _remedy(f"batch {size}, {times} a step", both, "")
-    return _remedy(f"batch {size}", found, f"a step is of {size} examples, not {own}")
+    changes = "" if seen.infers else f"a step is of {size} examples, not {own}"
+    return _remedy(f"batch {size}", found, changes)
 
 
 def _remedy(name: str, change: BatchChange, changes: str) -> ProgramRemedy:

@@ -10,6 +10,9 @@ from torch import nn
 from vramfit.planner.remedies.alteration import Alteration
 from vramfit.trace.observed_program import ObservedModel, ObservedProgram
 
+NO_GRADIENTS, HALF_WEIGHTS = "no gradients", "weights in bf16"
+"""Names of remedies for programs that train nothing."""
+
 AUTOCAST, CHECKPOINTING, EIGHT_BITS, CHUNKS, EXPANDABLE = (
     "autocast in bf16",
     "checkpointing of the blocks",
@@ -51,28 +54,35 @@ class ProgramRemedy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainedProgram:
-    """The program that remedies are for.
+    """The program that remedies are for, which trains a model, or only runs some.
 
     Attributes:
         command: what python is given.
         seen: what it was seen to train.
-        model: its model, as it is after a run.
+        trained_model: the model that it trains, as it is after a run; None where it trains none.
         root: the folder that places are told from.
     """
 
     command: tuple[str, ...]
     seen: ObservedProgram
-    model: nn.Module
+    trained_model: nn.Module | None
     root: Path
 
     @property
+    def model(self) -> nn.Module:
+        """The model that it trains."""
+        assert self.trained_model is not None
+        return self.trained_model
+
+    @property
     def main(self) -> ObservedModel:
-        """The model that remedies are for."""
+        """The trained model that remedies are for."""
         found = self.seen.main_model
         assert found is not None
         return found
 
 
 AUTOCAST_CHANGES = "products and their activations have 8 bits of precision (bfloat16)"
+HALF_CHANGES = "weights and activations have 8 bits of precision (bfloat16)"
 EIGHT_BITS_CHANGES = "the optimizer's averages are kept in 8 bits"
 ROUNDED_LOSS = "the loss is summed in another order"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from vramfit.errors import UsageError
 from vramfit.planner.planner_questions import PlannerQuestion, QuestionContext
@@ -21,6 +22,8 @@ class RemediesQuestion(PlannerQuestion[TriedRemedies]):
         root: the folder that places are told from.
     """
 
+    needs_training: ClassVar[bool] = False
+
     seconds: float
     root: str
 
@@ -36,9 +39,9 @@ class RemediesQuestion(PlannerQuestion[TriedRemedies]):
         if not isinstance(device, ScriptBackend) or not isinstance(script, ScriptWorkload):
             raise UsageError("remedies are tried on a program", "Give a script")
         first = device.seen
-        assert first is not None and first.model is not None
+        assert first is not None
         subject = TrainedProgram(
-            command=script.command, seen=script.seen, model=first.model, root=Path(self.root)
+            command=script.command, seen=script.seen, trained_model=first.model, root=Path(self.root)
         )
         runs = RemedyRuns(
             device=device,

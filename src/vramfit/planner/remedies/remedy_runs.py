@@ -12,6 +12,7 @@ import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from vramfit.errors import VramfitError
 from vramfit.gpus import GpuSpec, catalogue
@@ -20,6 +21,7 @@ from vramfit.planner.remedies.alteration import NOTHING, Alteration
 from vramfit.planner.remedies.batch_change import batch_size
 from vramfit.planner.remedies.batch_remedies import with_batch
 from vramfit.planner.remedies.framework_remedies import framework_remedies
+from vramfit.planner.remedies.inference_remedies import inference_remedies
 from vramfit.planner.remedies.loop_remedies import loop_remedies
 from vramfit.planner.remedies.program_remedy import (
     AUTOCAST,
@@ -80,6 +82,7 @@ class RemedyRuns:
             cheapest=self._cheapest(),
             seconds=self._so_far,
             cut=self._cut,
+            whole=self.subject.seen.infers,
         )
 
     def _try_all(self) -> None:
@@ -96,12 +99,14 @@ class RemedyRuns:
 
     def _singles(self) -> Iterator[ProgramRemedy]:
         found: dict[str, ProgramRemedy] = {}
-        for remedy in (*framework_remedies(self.subject), *loop_remedies(self.subject)):
+        infers = self.subject.seen.infers
+        makes = (inference_remedies,) if infers else (framework_remedies, loop_remedies)
+        for remedy in chain.from_iterable(make(self.subject) for make in makes):
             found.setdefault(remedy.name, remedy)
         yield from sorted(found.values(), key=lambda one: one.weight)
         if (halved := self._halved()) is not None:
             yield halved
-        if find_head(self.subject.model) is not None:
+        if not infers and find_head(self.subject.model) is not None:
             choice = Choice(technique=find_technique("chunked-loss"), setting=ChunkedLossSetting())
             yield ProgramRemedy(
                 name=CHUNKS,
@@ -252,17 +257,15 @@ class RemedyRuns:
         return [row for row in self._rows if row.fits]
 
     def _cheapest(self) -> int | None:
-        """The row that fits and whose step takes least; of equal ones the one that changes least."""
+        """The row that fits and takes least for each example, whole batches first; of equal ones what changes least."""
         fitting = [number for number, row in enumerate(self._rows) if row.fits and number]
-        return min(
-            fitting,
-            key=lambda number: (
-                self._rows[number].name.startswith("batch"),
-                self._rows[number].step_seconds,
-                bool(self._rows[number].changes),
-            ),
-            default=None,
-        )
+
+        def cost(number: int) -> tuple[bool, float, bool]:
+            row = self._rows[number]
+            batch = self._by_row[row.name].alteration.batch
+            return batch is not None, row.step_seconds / (batch or 1), bool(row.changes)
+
+        return min(fitting, key=cost, default=None)
 
 
 def _together(parts: Sequence[ProgramRemedy]) -> ProgramRemedy:

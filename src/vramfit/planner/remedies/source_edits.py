@@ -105,6 +105,97 @@ def wrapped(first: Frame, until: Frame, header: str, root: Path) -> SourceEdit |
     return None
 
 
+def wrapped_alone(at: Frame, header: str, root: Path) -> SourceEdit | None:
+    """The statement at a line inside of a ``with``; None where there is none, or where a text would be indented."""
+    found = _statement(at)
+    if found is None or _has_long_text(found[0]) or not isinstance(found[0], _SIMPLE):
+        return None
+    statement, lines = found
+    top, bottom = statement.lineno, statement.end_lineno or statement.lineno
+    indent = _indent(lines[top - 1])
+    if lines[top - 1][: statement.col_offset].strip():
+        return None  # behind another on its line
+    deeper = "\t" if indent.startswith("\t") else "    "
+    where = f"{_place(at.filename, top, root)}" + (f"-{bottom}" if bottom > top else "")
+    return SourceEdit(
+        file=at.filename,
+        first=top,
+        last=bottom,
+        lines=(f"{indent}{header}", *(f"{deeper}{line}" for line in lines[top - 1 : bottom])),
+        words=f"put {where} into  {header}",
+    )
+
+
+def with_call_before(at: Frame, methods: frozenset[str], new: str, root: Path) -> SourceEdit | None:
+    """A method called on what a line calls another one on: ``model.to(device)`` as ``model.half().to(device)``.
+
+    Args:
+        methods: names of the method that the line calls.
+        new: what stands before it then, ``.half()``.
+    """
+    found = _method_call(at, methods)
+    if found is None:
+        return None
+    node, function, lines = found
+    owner = function.value
+    if owner.end_lineno is None or owner.end_col_offset is None:
+        return None
+    told = f"{ast.unparse(owner)}{new}.{function.attr}(...)"
+    return _inserted(
+        at, lines, owner.end_lineno, owner.end_col_offset, new, f"write {told}", node.lineno, root
+    )
+
+
+def with_keyword(at: Frame, methods: frozenset[str], keyword: str, root: Path) -> SourceEdit | None:
+    """A method's call at a line with one keyword more; None where there is none, or where it has it already.
+
+    Args:
+        methods: names of the method.
+        keyword: as it is written, ``use_cache=False``.
+    """
+    found = _method_call(at, methods)
+    if found is None:
+        return None
+    node, function, lines = found
+    if any(word.arg == keyword.partition("=")[0] for word in node.keywords):
+        return None
+    if node.end_lineno is None or node.end_col_offset is None:
+        return None
+    line = lines[node.end_lineno - 1].encode()[: node.end_col_offset - 1].decode().rstrip()
+    comma = "" if line.endswith((",", "(")) or not line else ", "
+    told = f"write {ast.unparse(function)}(..., {keyword})"
+    return _inserted(
+        at, lines, node.end_lineno, node.end_col_offset - 1, f"{comma}{keyword}", told, node.lineno, root
+    )
+
+
+_SIMPLE = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr, ast.Return)
+
+
+def _method_call(at: Frame, methods: frozenset[str]) -> tuple[ast.Call, ast.Attribute, list[str]] | None:
+    """The first call of a method in the statement at a line."""
+    found = _statement(at)
+    for node in ast.walk(found[0]) if found is not None else ():
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in methods:
+            assert found is not None
+            return node, node.func, found[1]
+    return None
+
+
+def _inserted(
+    at: Frame, lines: list[str], line: int, column: int, new: str, words: str, told_at: int, root: Path
+) -> SourceEdit:
+    """A line with something more at a column, which is counted in bytes of UTF-8."""
+    text = lines[line - 1].encode()
+    return SourceEdit(
+        file=at.filename,
+        first=line,
+        last=line,
+        lines=((text[:column] + new.encode() + text[column:]).decode(),),
+        words=f"in {_place(at.filename, told_at, root)} {words}",
+    )
+
+
 def with_other_call(at: Frame, kind: str, new: str, without: frozenset[str], root: Path) -> SourceEdit | None:
     """The call of a class at a line, of another class and without some keywords; None where it is not found."""
     found = _statement(at)

@@ -116,18 +116,21 @@ class ScriptBackend:
         self._command = tuple(command)
         self._target: TrainedTarget | None = None
 
-    def workload(self, compare: Callable[[ScriptWorkload, Plan, SearchClock], Compared]) -> ScriptWorkload:
+    def workload(
+        self, compare: Callable[[ScriptWorkload, Plan, SearchClock], Compared], *, trained: bool = True
+    ) -> ScriptWorkload:
         """The program as a workload: the plain program is run for a step on an endless card.
 
         Args:
             compare: compares a plan's gradients with the plain program's.
+            trained: whether it has to train a model; otherwise one that runs some will do.
 
         Raises:
             UsageError: it trains no model that techniques can be attached to.
             VramfitError: the program fails.
         """
         found = self.seen = self.look(NOTHING)
-        self._target = found_target(found.seen)
+        self._target = found_target(found.seen, trained=trained)
         return script_workload(self._command, self._target, found.seen, compare)
 
     def look(self, alteration: Alteration = NOTHING) -> ScriptRun:
@@ -168,7 +171,7 @@ class ScriptBackend:
         return found.alteration
 
     def altered_cost(self, alteration: Alteration, budget: int | None = None) -> StepCost:
-        """The same of the program as something alters it.
+        """The same of the program as something alters it; of one that trains nothing, for the whole of it.
 
         Raises:
             VramfitError: the program failed for another reason than memory.
@@ -177,13 +180,16 @@ class ScriptBackend:
         found = self._run(alteration, budget, steps=STEPS, places=None, watches=watches)
         outcome = found.run.devices[0]
         last = WatchedStep() if found.failed or found.steps < STEPS else watches[0].step
+        seconds = last.seconds + last.driver.seconds
+        if found.seen.infers and not found.failed:
+            seconds = found.run.seconds_simulated
         return StepCost(
             fits=not found.failed,
             peak_allocated_bytes=outcome.peak_allocated_bytes,
             peak_reserved_bytes=outcome.peak_reserved_bytes,
             outside_bytes=outcome.context_bytes,
             host_bytes=found.host_bytes,
-            step_seconds=last.seconds + last.driver.seconds,
+            step_seconds=seconds,
             step_flops=last.flops,
             retries=last.driver.retries,
             retry_seconds=last.driver.seconds,
@@ -344,13 +350,18 @@ def _forgiving() -> Iterator[None]:
         yield
 
 
-def found_target(seen: ObservedProgram) -> TrainedTarget:
+def found_target(seen: ObservedProgram, *, trained: bool = True) -> TrainedTarget:
     """The model that techniques are for.
+
+    Args:
+        trained: whether it has to be trained.
 
     Raises:
         UsageError: there is none that they can be attached to.
     """
-    model = seen.main_model
+    model, used = seen.main_model, seen.main_used
+    if not trained and seen.infers and used is not None:
+        return TrainedTarget(kind=used.kind, parameters=used.parameters, trained=0)
     if seen.unclear:
         what, _, advice = seen.unclear[0].partition("; ")
         raise UsageError(f"nothing can be attached to this program: {what}", advice or "See docs/fit.md")

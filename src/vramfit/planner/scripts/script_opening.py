@@ -16,12 +16,18 @@ from vramfit.planner.scripts.script_workload import ScriptWorkload
 
 
 def opened_program(
-    memory: DeviceMemory, program: Sequence[str], run: RunOptions | None, progress: Callable[[str], None]
+    memory: DeviceMemory,
+    program: Sequence[str],
+    run: RunOptions | None,
+    progress: Callable[[str], None],
+    *,
+    trained: bool = True,
 ) -> tuple[ScriptBackend, ScriptWorkload]:
     """Where a program is run with techniques, and the program as a workload.
 
     Args:
         run: how it is run beside its card.
+        trained: whether it has to train a model.
 
     Raises:
         UsageError: no virtual card is meant, or the program trains no model that techniques can be attached to.
@@ -35,4 +41,4 @@ def opened_program(
     os.environ.update(OFFLINE)
     refuse_connections()
     progress("what the program trains")
-    return device, device.workload(compare_program)
+    return device, device.workload(compare_program, trained=trained)

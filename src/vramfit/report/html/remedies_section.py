@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vramfit.report.html.markup import Html, join, table, tag
-from vramfit.report.remedy_table import conclusion_of
+from vramfit.report.remedy_table import conclusion_of, how_long
 from vramfit.trace.tried_remedies import TriedRemedies
 from vramfit.units import format_bytes
 
@@ -24,7 +24,7 @@ def remedies_html(tried: TriedRemedies | None) -> Html:
         )
         for row in tried.rows
     ]
-    heads = ("", "needs", "step", "remedy", "changes in the results")
+    heads = ("", "needs", "time" if tried.whole else "step", "remedy", "changes in the results")
     ways = [
         tag("li", f"{row.name}: ", join(tag("code", line) for line in row.how))
         for row in tried.rows
@@ -32,7 +32,7 @@ def remedies_html(tried: TriedRemedies | None) -> Html:
     ]
     return join(
         [
-            tag("h3", "Tried on the program, each run for two steps"),
+            tag("h3", f"Tried on the program, each run {how_long(tried)}"),
             table(heads, rows),
             tag("p", conclusion_of(tried)),
             tag("ul", join(ways)),
