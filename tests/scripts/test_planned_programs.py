@@ -42,6 +42,10 @@ def test_a_plan_for_a_script_is_kept_to_the_byte_and_was_compared_on_the_cpu(
     other = CliRunner().invoke(app, ["run", "--gpu", "8GiB", "--plan", "plan.toml", script, "--steps", "1"])
     words = " ".join(other.output.split())
     assert f"It was made for another command line: {script} --batch-size 128" in words
+    gate = ["check", "--budget", f"{plan.after.total_bytes}B", "--gpu", "8GiB", script, "--steps", "3"]
+    arguments = ["--", "--batch-size", "128"]
+    assert CliRunner().invoke(app, [*gate, "--plan", "plan.toml", *arguments]).exit_code == 0
+    assert CliRunner().invoke(app, [*gate, *arguments]).exit_code == 3
     checked = CliRunner().invoke(app, ["verify", "plan.toml", "--json", "verified.json", "--steps", "3"])
     assert checked.exit_code == 0, checked.output
     verified = json.loads(Path("verified.json").read_text())
@@ -96,6 +100,26 @@ def test_bad_command_lines_are_refused(
     found = CliRunner().invoke(app, ["plan", *arguments])
     assert isinstance(found.exception, UsageError)
     assert words in found.exception.message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["verify", "loop.py"], "loop.py is a program, not a plan"),
+        (
+            ["stress", "--gpu", "8GiB", "loop.py"],
+            "for the program itself there are vramfit plan, fit and check",
+        ),
+        (["check", "--budget", "8GiB", "--plan", "nope.toml", "loop.py"], "there is no plan nope.toml"),
+    ],
+)
+def test_a_program_in_the_place_of_something_else_says_what_is_meant(
+    written: Callable[[str], str], arguments: list[str], words: str
+) -> None:
+    written("LOOP")
+    found = CliRunner().invoke(app, arguments)
+    assert isinstance(found.exception, UsageError)
+    assert words in str(found.exception)
 
 
 def test_the_largest_batch_of_a_program_is_found_by_its_loader_or_its_option(

@@ -22,12 +22,13 @@ from vramfit.cli.ranks import (
     world_of,
 )
 from vramfit.cli.run_parameters import with_run_options
-from vramfit.cli.where import run_program
+from vramfit.cli.where import load_planned, run_program, with_plan
 from vramfit.errors import UsageError, VramfitError
 from vramfit.options.run_options import COMMAND_LINE, RunOptions, check_runs, given_options
 
 if TYPE_CHECKING:
     from vramfit.analysis import Gate, PeakState, Tolerance, Verdict
+    from vramfit.planner.planned_program import PlannedProgram
     from vramfit.report import Check
     from vramfit.trace import Actual, Run
 
@@ -87,6 +88,7 @@ def check_command(
     ] = None,
     run: RunOptions,
     module: options.Module = None,
+    plan: options.Plan = None,
     json: Annotated[
         Path | None,
         typer.Option(
@@ -117,6 +119,7 @@ def check_command(
     checked.
     """
     asked = _asked(budget, of, baseline, tolerance, write_baseline)
+    planned = None if plan is None else load_planned(plan)
     check_outputs(
         (("--json", json), ("--junit", junit), ("--write-baseline", write_baseline), ("--report", report))
     )
@@ -129,13 +132,16 @@ def check_command(
                 "run",
                 "Leave it out",
             )
+        if planned is not None:
+            raise UsageError(f"--plan is for a program, and {subject} is a file of a run", "Leave it out")
         with failures_told(subject.name, junit=junit, json=json):
             found = _of_file(subject)
             gates = _gates(asked, found.states)
     else:
         run = _on_card(asked, run)
+        run = run if planned is None else planned.options(run)
         with failures_told(_name_of(subject), junit=junit, json=json):
-            found = _of_program(subject, run, json)
+            found = _of_program(subject, run, json, planned)
             _check_end(found)
             gates = _gates(asked, found.states)
     _end(asked, found, gates, _CheckOutputs(json=json, junit=junit, report=report))
@@ -280,19 +286,23 @@ def _name_of(subject: list[str] | WorldOptions) -> str:
     return " ".join(subject if isinstance(subject, list) else subject.launched.program)
 
 
-def _of_program(subject: list[str] | WorldOptions, options: RunOptions, json: Path | None) -> _CheckedTarget:
-    """Run a program; of one with several ranks the worst is what is checked."""
+def _of_program(
+    subject: list[str] | WorldOptions, options: RunOptions, json: Path | None, planned: PlannedProgram | None
+) -> _CheckedTarget:
+    """Run a program, with a plan if there is one; of one with several ranks the worst is what is checked."""
     from vramfit.analysis import verdict
 
     if isinstance(subject, list):
         check_source(subject)
         try:
             with apart_from_json(json):
-                run = run_program(subject, options, settings_of())
+                run = run_program(subject, options, with_plan(settings_of(), planned))
         except KeyboardInterrupt:
             raise interrupted() from None
+        if planned is not None:
+            run = planned.told(run, subject)
         return _of_run(run, verdict(run), " ".join(run.program))
-    worst = run_ranks(subject, options, json).decisive
+    worst = run_ranks(subject, options, json, planned).decisive
     name = f"{' '.join(worst.run.program)}, rank {worst.rank} of {subject.world.size}"
     return _of_run(worst.run, worst.verdict, name)
 

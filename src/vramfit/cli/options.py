@@ -119,6 +119,14 @@ Page = Annotated[
         rich_help_panel=WRITTEN,
     ),
 ]
+Plan = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="PLAN.toml",
+        help="Run it with a plan's techniques, attached without an edit of the program.",
+        rich_help_panel=WITH_PLAN,
+    ),
+]
 WorkloadName = Annotated[
     str, typer.Argument(metavar="FILE.py:WORKLOAD", help="The file and the Workload in it.")
 ]

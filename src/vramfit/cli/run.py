@@ -25,8 +25,10 @@ from vramfit.cli.run_remedies import RemedyTries, remedies_choice
 from vramfit.cli.where import (
     DEFAULT_TOLERANCE,
     compare,
+    load_planned,
     read_reference,
     run_program,
+    with_plan,
 )
 from vramfit.options.run_options import RunOptions
 
@@ -35,7 +37,6 @@ if TYPE_CHECKING:
     from vramfit.cli.where import Reference
     from vramfit.planner.planned_program import PlannedProgram
     from vramfit.trace import Run
-    from vramfit.virtual.virtual_run import VirtualSettings
 
 DOES_NOT_FIT = 3
 DIFFERS = 3
@@ -73,14 +74,7 @@ def run_command(
         ),
     ] = None,
     report: options.Page = None,
-    plan: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="PLAN.toml",
-            help="Run it with a plan's techniques, attached without an edit of the program.",
-            rich_help_panel=options.WITH_PLAN,
-        ),
-    ] = None,
+    plan: options.Plan = None,
     remedies: Annotated[
         str | None,
         typer.Option(
@@ -133,7 +127,7 @@ def run_command(
     outputs.check()
     reference = read_reference(against or [], against_device, tolerance)
     tries = remedies_choice(remedies)
-    planned = None if plan is None else _planned(plan)
+    planned = None if plan is None else load_planned(plan)
     if planned is not None:
         run = planned.options(run)
     if isinstance(command, WorldOptions):
@@ -143,7 +137,7 @@ def run_command(
     journal = outputs.journal
     try:
         with apart_from_json(json):
-            found_run = run_program(command, run, _with_hook(settings_of(journal), planned))
+            found_run = run_program(command, run, with_plan(settings_of(journal), planned))
     except KeyboardInterrupt:
         raise interrupted() from None
     if planned is not None:
@@ -156,16 +150,6 @@ def run_command(
     if misfit is not None:
         raise misfit
     raise typer.Exit(exit_code(found_run, verdict, found))
-
-
-def _planned(file: Path) -> PlannedProgram:
-    from vramfit.planner.planned_program import PlannedProgram
-
-    return PlannedProgram.load(file)
-
-
-def _with_hook(settings: VirtualSettings, planned: PlannedProgram | None) -> VirtualSettings:
-    return settings if planned is None else replace(settings, hooks=(*settings.hooks, planned.hook))
 
 
 def _run_ranks(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,7 @@ from vramfit.errors import UsageError
 if TYPE_CHECKING:
     from vramfit.analysis import Reconciliation, Tolerance
     from vramfit.options.run_options import RunOptions
+    from vramfit.planner.planned_program import PlannedProgram
     from vramfit.trace import Actual, Run
     from vramfit.virtual.virtual_run import VirtualSettings
 
@@ -24,6 +25,22 @@ def run_program(command: list[str], options: RunOptions, settings: VirtualSettin
     from vramfit.virtual.virtual_run import PLAIN
 
     return program_run.run_program(command, options, settings or PLAIN, around_second=_telling)
+
+
+def load_planned(file: Path) -> PlannedProgram:
+    """A plan on its way to a program.
+
+    Raises:
+        UsageError: there is no such file, it is no plan, or a technique of it changes the training loop.
+    """
+    from vramfit.planner.planned_program import PlannedProgram
+
+    return PlannedProgram.load(file)
+
+
+def with_plan(settings: VirtualSettings, planned: PlannedProgram | None) -> VirtualSettings:
+    """The settings of a run that a plan is attached to, if there is one."""
+    return settings if planned is None else replace(settings, hooks=(*settings.hooks, planned.hook))
 
 
 @contextlib.contextmanager

@@ -335,6 +335,10 @@ def read_plan(path: str | os.PathLike[str], kind: type[P]) -> P:
         UsageError: there is no such file, or it is not a plan; the message says where.
     """
     file = Path(path)
+    if file.suffix == ".py":
+        raise UsageError(
+            f"{file} is a program, not a plan", f"Make its plan: vramfit plan --gpu NAME -o plan.toml {file}"
+        )
     try:
         text = file.read_text(encoding="utf-8")
     except FileNotFoundError:

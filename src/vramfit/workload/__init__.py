@@ -301,9 +301,10 @@ def split_target(target: str, kind: str = "workload") -> tuple[Path, str]:
     """
     file, separator, name = target.rpartition(":") if isinstance(target, str) else ("", "", "")
     if not separator or not file or not name.isidentifier():
-        raise UsageError(
-            f"{target!r} names no {kind}", "Write it as FILE.py:NAME, the file and the variable in it"
-        )
+        hint = "Write it as FILE.py:NAME, the file and the variable in it"
+        if isinstance(target, str) and target.endswith(".py") and kind == "workload":
+            hint += f"; for the program itself there are vramfit plan, fit and check {target} (docs/fit.md)"
+        raise UsageError(f"{target!r} names no {kind}", hint)
     path = Path(file)
     if not path.is_file():
         raise UsageError(f"there is no file {file}", "Check the path; it is relative to the current folder")
