@@ -17,7 +17,9 @@ import vramfit
 from analysis.synthetic import fitting_run
 from vramfit.api.programs import Report
 from vramfit.integrations import jupyter
+from vramfit.integrations.cell_program import cell_program
 from vramfit.trace import MemoryTrace, Run
+from vramfit.trace.tried_remedies import TriedRemedies, TriedRemedy
 
 _NOTEBOOK = ["text/plain", "text/html"]
 
@@ -170,6 +172,8 @@ class TestMagic:
             ("--gpu 24GiB --assume much", "much"),
             ("--writes keep", "--writes is for a virtual GPU"),
             ("-o a.b", "not the name of a variable"),
+            ("--remedies 60", "--remedies 60 is not possible here"),
+            ("--gpu 24GiB --remedies -1", "--remedies -1 is not possible here"),
         ],
     )
     def test_what_cannot_be_read_is_told_in_a_line(self, shell: Shell, line: str, reason: str) -> None:
@@ -208,6 +212,76 @@ def test_on_a_virtual_gpu() -> None:
         check=True,
     )
     assert "True 4194304 <Report: fits RTX 4090: " in found.stdout
+
+
+_WITH_REMEDIES = """
+from integrations.test_jupyter import Shell
+import vramfit
+shell = Shell()
+vramfit.load_ipython_extension(shell)
+before = ["import torch\\nfrom torch import nn", "print('never again')", "def width():\\n    return 1024"]
+for cell in before:
+    exec(cell, shell.user_ns)
+body = [
+    "net = nn.Sequential(*(nn.Linear(width(), width()) for _ in range(24))).to('cuda')",
+    "x = torch.ones(16384, width(), device='cuda')",
+    "out = net(x)",
+]
+shell.user_ns["In"] = ["", *before, "%%vram\\n" + "\\n".join(body)]
+try:
+    shell.run('--gpu 1GiB --remedies 60 -o report', *body)
+except Exception as error:
+    print(type(error).__name__)
+tried = shell.user_ns["report"].run.remedies
+print([row.how for row in tried.rows if row.name == "no gradients"], tried.cheapest is not None, tried.why_not)
+print("No gradients" in shell.published[0]["text/html"] or "no gradients" in shell.published[0]["text/html"])
+"""
+
+
+def test_a_cell_that_does_not_fit_is_followed_by_remedies_in_its_own_lines() -> None:
+    found = warm.run(
+        [sys.executable, "-c", _WITH_REMEDIES],
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert found.returncode == 0, found.stderr
+    assert "OutOfMemoryError" in found.stdout and found.stdout.count("never again") == 1
+    assert "[('put In [7]:3 into  with torch.no_grad():',)] True" in found.stdout
+    assert found.stdout.endswith("True\n")
+
+
+class TestCellProgram:
+    def test_it_has_what_the_cell_needs_of_earlier_ones_and_nothing_else(self) -> None:
+        earlier = [
+            (1, "import torch\nimport os\nfrom torch import nn as layers"),
+            (2, "@torch.no_grad()\ndef made(n, m=1):\n    k = n\n    return layers.Linear(k, m)\nmade(3)"),
+            (3, "x = ("),
+            (4, "size = 8\nsize += 1\nother = size"),
+        ]
+        program = cell_program(earlier, 5, "net = made(size)\ny = [q for q in net(x)]", before="first")
+        assert program.source.split("\n") == [
+            "first",
+            "import torch",
+            "from torch import nn as layers",
+            "@torch.no_grad()",
+            "def made(n, m=1):",
+            "    k = n",
+            "    return layers.Linear(k, m)",
+            "size = 8",
+            "size += 1",
+            "net = made(size)",
+            "y = [q for q in net(x)]",
+            "",
+        ]
+        assert program.missing == ("x",)
+        told = program.told(
+            TriedRemedies(
+                rows=(TriedRemedy(name="a", how=("put cell.py:10-11 into b", "cell.py:9", "cell.py:1")),)
+            )
+        )
+        assert told.rows[0].how == ("put In [5]:1-2 into b", "In [4]:2", "cell.py:1")
 
 
 def test_a_report_is_printed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

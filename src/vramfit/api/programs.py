@@ -137,6 +137,9 @@ class Report:
         # written line by line would be an output each.
         with SafeConsole(force_jupyter=False) as console:
             print_report(self.run, self.verdict, console=console, root=Path.cwd())
+            if self.run.remedies is not None:
+                console.print()
+                print_report(self.run.remedies, console=console)
             if self.against is not None:
                 console.print()
                 print_report(self.against, console=console, root=Path.cwd())

@@ -10,25 +10,31 @@ from __future__ import annotations
 
 import argparse
 import ast
+import math
+import os
 import shlex
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from vramfit.analysis import verdict
 from vramfit.api.programs import Report
 from vramfit.errors import UsageError, VramfitError
+from vramfit.integrations.cell_program import FILE, cell_program
 from vramfit.options.run_options import COMMAND_LINE, NOT_OF_A_CELL, OPTIONS, RunOptions, read_options
 from vramfit.report.html.page import run_summary, trace_summary
 from vramfit.trace import MemoryTrace, Run
+from vramfit.trace.tried_remedies import TriedRemedies
 
 _HTML = "text/html"
 _MAGIC = "vram"
 _CELL = {name: one for name, one in OPTIONS.items() if one[0].help and name not in NOT_OF_A_CELL}
 """Options of a cell."""
 
-_USAGE = "It is written %%vram {} [-o VARIABLE]".format(
+_USAGE = "It is written %%vram {} [--remedies SECONDS] [-o VARIABLE]".format(
     " ".join(f"[{COMMAND_LINE.name(name)} {declared.metavar}]" for name, (declared, _) in _CELL.items())
 )
 
@@ -45,6 +51,8 @@ class _Source(Protocol):
 @dataclass(frozen=True, slots=True)
 class CellMagic:
     """``%%vram [--gpu NAME | --device D] [OPTIONS] [-o VARIABLE]``, with the options of `RunOptions` for a cell.
+
+    With ``--remedies SECONDS`` a cell that does not fit a virtual card is followed by what makes it fit.
 
     Runs the cell as IPython does, in the user's variables, and shows below it what it held: one output, with the
     timeline in a notebook and as text in a terminal. With ``--gpu`` the cell runs on a virtual GPU and computes
@@ -76,6 +84,8 @@ class CellMagic:
             if entered:
                 found = source.report
                 found = replace(found, run=replace(found.run, program=(name,)))
+                if options.remedy_seconds and found.fits is False:
+                    found = replace(found, run=replace(found.run, remedies=self._tried(options, cell)))
                 if options.output:
                     self.shell.user_ns[options.output] = found
                 self._show(found)
@@ -104,6 +114,23 @@ class CellMagic:
             except ImportError:  # another shell of the same interface
                 raise error from None
             raise Shown(text) from None
+
+    def _tried(self, options: CellOptions, cell: str) -> TriedRemedies:
+        """What makes the cell fit, tried on it as a program of its own, in a process of its own."""
+        from vramfit.planner.remedies.tried import tried_remedies
+
+        *before, _ = self.shell.user_ns.get("In") or [""]
+        earlier = [(number, _without_magic(text)) for number, text in enumerate(before) if text]
+        number = self.shell.execution_count
+        here = f"import sys; sys.path.insert(0, {os.getcwd()!r})"
+        program = cell_program(earlier, number, cell, before=here)
+        if program.missing:
+            names = ", ".join(program.missing)
+            return TriedRemedies(why_not=f"the cell uses {names}, which no earlier cell binds")
+        with tempfile.TemporaryDirectory(prefix="vramfit-cell-") as folder:
+            file = Path(folder) / FILE
+            file.write_text(program.source, encoding="utf-8")
+            return program.told(tried_remedies([str(file)], options.run, options.remedy_seconds))
 
     def _compiled(self, cell: str) -> tuple[Any, Any]:
         """All statements, and the last expression where the cell ends with one; as IPython compiles its cells."""
@@ -154,10 +181,12 @@ class CellOptions:
     Attributes:
         run: how the cell is measured.
         output: the variable that keeps the report; None for none.
+        remedy_seconds: for which remedies are tried where it does not fit; 0 for not at all.
     """
 
     run: RunOptions
     output: str | None
+    remedy_seconds: float = 0.0
 
 
 def _options(line: str) -> CellOptions:
@@ -170,15 +199,27 @@ def _options(line: str) -> CellOptions:
             COMMAND_LINE.name(name), dest=name, metavar=declared.metavar, type=kind, action=action
         )
     parser.add_argument("-o", "--output", metavar="VARIABLE")
+    parser.add_argument("--remedies", metavar="SECONDS", type=float, default=0.0)
     try:
         words = shlex.split(line)
     except ValueError as error:
         raise UsageError(f"%%vram: {error}", 'Quote names with spaces: --gpu "RTX 4090"') from None
     given = {name: value for name, value in vars(parser.parse_args(words)).items() if value is not None}
-    output = given.pop("output", None)
+    output, seconds = given.pop("output", None), given.pop("remedies")
+    if seconds and not (0 < seconds < math.inf and "gpu" in given):
+        raise UsageError(
+            f"--remedies {seconds:g} is not possible here", "Write it as --gpu NAME --remedies 60, in seconds"
+        )
     if output is not None and not output.isidentifier():
         raise UsageError(f"-o {output} is not the name of a variable", "Write it as -o report")
-    return CellOptions(run=read_options(COMMAND_LINE, given, without=NOT_OF_A_CELL), output=output)
+    run = read_options(COMMAND_LINE, given, without=NOT_OF_A_CELL)
+    return CellOptions(run=run, output=output, remedy_seconds=seconds)
+
+
+def _without_magic(text: str) -> str:
+    """A cell's text without the line of our magic, which leaves its numbers of lines as the cell has them."""
+    first, _, rest = text.partition("\n")
+    return rest if first.startswith(f"%%{_MAGIC}") else text
 
 
 def _source(options: RunOptions) -> _Source:

@@ -220,6 +220,7 @@ def run_summary(run: Run, verdict: Verdict) -> str:
         *(tag("div", line) for line in more),
         tag("div", figures),
         join(tag("div", picture) for picture in pictures),
+        remedies_html(run.remedies),
     )
 
 
