@@ -1,6 +1,5 @@
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 
 import pytest
@@ -47,13 +46,3 @@ def test_the_command_line_loads_neither_torch_nor_numpy() -> None:
     code = "import sys, vramfit.cli; print(sorted({'torch', 'numpy', 'scipy'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-
-
-def test_help_is_quick() -> None:
-    """Generous against a busy machine: importing torch alone takes longer than this."""
-    best = float("inf")
-    for _ in range(3):
-        start = time.perf_counter()
-        subprocess.run([sys.executable, "-m", "vramfit", "--help"], capture_output=True, check=True)
-        best = min(best, time.perf_counter() - start)
-    assert best < 1.0

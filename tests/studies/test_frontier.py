@@ -204,7 +204,7 @@ def test_budgets_wait_for_the_plain_program(tmp_path: Path) -> None:
     assert len(list(frontier.rows_of(subject, kept, []))) == 1
     kept.add("gpt2", PLAIN.row, {"peak_bytes": 1600 * MIB, "flops": 1})
     rows = list(frontier.rows_of(subject, kept, ["plan"]))
-    assert [row.budget for row in rows[2:]] == [size * MIB for size in range(480, 1601, 80)]
+    assert [row.budget for row in rows[2:]] == [size * MIB for size in range(480, 1601, 160)]
 
 
 def test_a_row_that_fails_is_told_and_the_next_is_worked_out(tmp_path: Path) -> None:

@@ -450,6 +450,8 @@ class StorageMeter(Generic[RecordT]):
 
     def note_oom(self, message: str, device: int, nbytes: int, op: str) -> None:
         """Note that a card is full: for torch's allocator, or for a library that takes memory beside it."""
+        # First of all: what is made here may set off Python's collector, which would leave nothing to find.
+        dead = self._dead_memory(device)
         card = self.machine.devices[device]
         index = self.stacks.current(self._backward_stack)
         stack: tuple[Frame, ...] = self.builder.frames_of(index)
@@ -478,7 +480,7 @@ class StorageMeter(Generic[RecordT]):
             total_bytes=card.spec.total_bytes,
             handled=True,
             to_come=self._still_to_come(device),
-            dead=self._dead_memory(device),
+            dead=dead,
         )
         self.machine.notify_oom(device, nbytes, card.allocator.allocated_bytes, card.driver.free_bytes)
         if self.on_oom is not None:
