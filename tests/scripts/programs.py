@@ -140,6 +140,99 @@ with torch.no_grad():
     model(torch.randn(8, 64, device="cuda"))
 """
 
+REBINDING = """
+import torch
+from torch import nn
+
+
+def main():
+    large = torch.empty(64 << 20, device="cuda")
+    model = nn.Linear(64, 64).cuda()
+    optimizer = torch.optim.SGD(model.parameters())
+    model(torch.zeros(8, 64, device="cuda")).sum().backward()
+    optimizer.step()
+    del large
+    large = torch.empty(64 << 20, device="cuda")
+
+
+main()
+"""
+
+WRITING = """
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)
+        self.calls, self.seen = 0, []
+
+    def forward(self, x):
+        self.calls += 1
+        self.seen.append(len(x))
+        return self.down(self.norm(self.up(x)))
+
+
+torch.manual_seed(0)
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    model(torch.randn(4, 4)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+SHADOWED = """
+import torch
+from torch import nn
+
+net = nn.Linear(64, 64).cuda()
+
+
+class Setup:
+    def __init__(self, held):
+        self.trained = held
+
+
+def build(s):
+    net, touchy = "a name of its own", Setup(Touchy())
+    return torch.optim.SGD(s.trained.parameters(), lr=0.1)
+
+
+class Touchy:
+    @property
+    def __class__(self):
+        raise RuntimeError("looked at")
+
+
+touchy, held = Touchy(), Setup(Touchy())
+optimizer = build(Setup(net))
+for _ in range(2):
+    net(torch.randn(8, 64, device="cuda")).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+PREPARED = """
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+accelerator = Accelerator()
+model = nn.Linear(64, 64)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = torch.utils.data.DataLoader(torch.zeros(64, 64), batch_size=8)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for number, x in enumerate(loader):
+    accelerator.backward(model(x).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+    if number == 3:
+        break
+"""
+
 COUNTING = """
 import time
 import torch
@@ -168,24 +261,6 @@ for x in torch.utils.data.DataLoader(torch.arange(512.0).reshape(32, 16).sin(), 
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-"""
-
-REBINDING = """
-import torch
-from torch import nn
-
-
-def main():
-    large = torch.empty(64 << 20, device="cuda")
-    model = nn.Linear(64, 64).cuda()
-    optimizer = torch.optim.SGD(model.parameters())
-    model(torch.zeros(8, 64, device="cuda")).sum().backward()
-    optimizer.step()
-    del large
-    large = torch.empty(64 << 20, device="cuda")
-
-
-main()
 """
 
 INFERRING = """

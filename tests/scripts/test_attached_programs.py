@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import subprocess
@@ -18,7 +19,9 @@ from vramfit.attaching.first_training import attach_at_first_training
 from vramfit.capture.observing.training_finder import TrainingFinder
 from vramfit.capture.observing.wrappers import kind_of
 from vramfit.errors import UsageError
+from vramfit.patching import PatchStack
 from vramfit.planner.plan_file import PlanFigures, PlanTarget
+from vramfit.planner.planned_program import PlannedProgram
 from vramfit.planner.plans import plan_of
 from vramfit.techniques import Choice, find_technique, setting_from_plain
 from vramfit.with_plan import main
@@ -281,3 +284,122 @@ def test_a_step_past_the_exchanged_optimizer_is_refused() -> None:
     training.backward()
     with pytest.raises(UsageError, match="AdamW is stepped by a method that was kept from before"):
         kept()
+
+
+def test_a_plan_that_was_made_for_another_command_line_says_so(
+    written: Callable[[str], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = written("LOOP")
+    made = write_plan(CHECKPOINTED, program=(script, "--batch-size", "24", "--token", "secret"))
+    planned = PlannedProgram.load(made)
+    assert planned.made_for([script, *SMALL]) == f"{script} --batch-size 24 --token '***'"
+    assert planned.made_for([str(Path(script).resolve()), *planned.plan.aim.program[1:]]) == ""
+    Path(script).write_text("print('nothing')\n")
+    main([str(made), script])
+    told = capsys.readouterr().err
+    assert told.startswith(f"vramfit: plan.toml was made for another command line: {script} --batch-size 24")
+
+
+def resumed(settings: Mapping[str, Mapping[str, Any]], checkpoint: dict[str, Any]) -> Training:
+    """A fresh training with techniques that loads a checkpoint before its first pass, as programs do."""
+    training = Training(settings)
+    finder = TrainingFinder()
+    finder.meet(training.optimizer)
+    script = AttachedScript(choices_of(settings), None, finder)
+    with PatchStack() as patches:
+        script.watch_loading(patches)
+        training.model.load_state_dict(checkpoint["model"])
+        training.optimizer.load_state_dict(checkpoint["optimizer"])
+        script.meet(training.model)
+    return training
+
+
+@pytest.mark.parametrize("settings", [{}, EXCHANGED, {"lean-optimizer": {"kind": "adafactor"}}])
+def test_a_program_resumes_from_its_checkpoint_with_the_plan_it_was_saved_with(
+    settings: Mapping[str, Mapping[str, Any]],
+) -> None:
+    whole = Training(settings)
+    whole.attach()
+    checkpoint: dict[str, Any] = {}
+    for step in range(4):
+        if step == 2:
+            checkpoint = copy.deepcopy(
+                {"model": whole.model.state_dict(), "optimizer": whole.optimizer.state_dict()}
+            )
+        whole.backward()
+        whole.optimizer.step()
+        whole.optimizer.zero_grad()
+    halves = resumed(settings, checkpoint)
+    for _ in range(2):
+        halves.backward()
+        halves.optimizer.step()
+        halves.optimizer.zero_grad()
+    for one, other in zip(whole.model.parameters(), halves.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("settings", [{}, {"lean-optimizer": {"kind": "adafactor"}}])
+def test_a_checkpoint_of_another_plans_optimizer_is_refused_and_everything_undone(
+    settings: Mapping[str, Mapping[str, Any]],
+) -> None:
+    saved = Training(EXCHANGED)
+    saved.attach()
+    saved.backward()
+    saved.optimizer.step()
+    checkpoint = {"model": saved.model.state_dict(), "optimizer": saved.optimizer.state_dict()}
+    step = torch.optim.AdamW.step
+    with pytest.raises(UsageError, match="the program loaded states of SGD, which a plan had put") as caught:
+        resumed(settings, checkpoint)
+    assert "the plan that it was saved with" in caught.value.hint
+    assert torch.optim.AdamW.step is step
+
+
+def test_parameters_that_come_later_are_refused_where_the_optimizer_was_exchanged() -> None:
+    training = Training(EXCHANGED)
+    script = training.attach()
+    late = torch.nn.Parameter(torch.zeros(3))
+    with pytest.raises(UsageError, match="the program adds parameters to AdamW while it trains, and SGD"):
+        training.optimizer.add_param_group({"params": [late]})
+    assert len(training.optimizer.param_groups) == 1
+    assert script.live is not None
+    script.live.undo()
+    training.optimizer.add_param_group({"params": [late]})
+    assert len(training.optimizer.param_groups) == 2
+
+
+@pytest.mark.parametrize("settings", [EXCHANGED, CHECKPOINTED])
+def test_an_optimizer_that_wants_a_closure_is_refused_by_name(
+    settings: Mapping[str, Mapping[str, Any]],
+) -> None:
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.LBFGS(model.parameters())
+    finder = TrainingFinder()
+    finder.meet(optimizer)
+    script = AttachedScript(choices_of(settings), None, finder)
+    with pytest.raises(UsageError, match="LBFGS runs the model several times in a step"):
+        script.meet(model)
+    assert script.live is None
+
+
+def test_a_plan_for_another_model_is_not_attached_to_a_part_of_the_programs(
+    written: Callable[[str], str],
+) -> None:
+    script = written("LOOP")
+    width = 32
+    part = 2 * width + width * 4 * width + 4 * width + 4 * width * width + width
+    plan = write_plan(
+        {"optimizer-kernel": {"implementation": "fused"}},
+        model="Block",
+        model_parameters=part,
+        trained_parameters=part,
+    )
+    found = subprocess.run(
+        [sys.executable, "-m", "vramfit.with_plan", str(plan), script, *SMALL],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert found.returncode == 2
+    assert losses_of(found.stdout) == []
+    assert "this program trains Net with" in found.stderr
+    assert "and Block with" not in found.stderr

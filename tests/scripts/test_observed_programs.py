@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
 from vramfit.api.program_run import run_program
+from vramfit.attaching.attached_script import AttachedScript
+from vramfit.capture.observing.training_finder import TrainingFinder
+from vramfit.capture.observing.wrappers import own_class
 from vramfit.options.run_options import KEYWORDS, read_options
 from vramfit.report.program_words import program_words
 from vramfit.trace.observed_program import ObservedProgram
@@ -77,3 +84,38 @@ def test_looking_at_a_functions_variables_keeps_none_of_them_alive(written: Call
     run = run_program((written("REBINDING"),), read_options(KEYWORDS, {"gpu": "8GiB"}))
     assert run.observed is not None and run.observed.models[0].called_as == "model"
     assert run.devices[0].peak_allocated_bytes < 300 << 20  # one of 256 MiB at a time
+
+
+def test_a_model_is_named_as_the_scope_that_makes_its_optimizer_has_it(written: Callable[[str], str]) -> None:
+    [optimizer] = seen_in(written("SHADOWED")).optimizers
+    assert optimizer.model_as == "s.trained"  # a local name hides the module's own
+
+
+def test_a_loader_that_accelerate_prepared_is_the_programs_own(written: Callable[[str], str]) -> None:
+    script = written("PREPARED")
+    seen = seen_in(script)
+    [loader] = seen.loaders
+    assert loader.batch_size == 8
+    assert loader.at is not None and loader.at.line == 9
+    assert len(seen.optimizers) == 1
+
+
+def test_a_model_of_fully_shard_has_the_name_that_the_program_gave_its_class() -> None:
+    model = nn.Linear(8, 8)
+    model.__class__ = type("FSDPLinear", (FSDPModule, nn.Linear), {})  # as fully_shard does
+    finder = TrainingFinder()
+    optimizer = torch.optim.SGD(model.parameters())
+    finder.meet(optimizer)
+    script = AttachedScript((), None, finder)
+    assert script.meet(model)
+    assert [target.kind for target in script.seen] == ["Linear"]
+    assert own_class(model) is nn.Linear
+
+
+def test_an_optimizer_that_is_met_twice_is_known_once() -> None:
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters())
+    finder = TrainingFinder()
+    finder.meet(optimizer)
+    finder.meet(optimizer)
+    assert finder.optimizers == tuple(finder.owners(model)) == (optimizer,)

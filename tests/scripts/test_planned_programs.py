@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.scripts.test_attached_programs import CHECKPOINTED, write_plan
 from typer.testing import CliRunner
 
 from vramfit.cli import app
@@ -139,3 +140,29 @@ def test_the_largest_batch_of_a_program_is_found_by_its_loader_or_its_option(
     by_loader = json.loads(Path("fit.json").read_text())
     assert by_option["value"] == by_loader["value"] > 64
     assert by_option["total_bytes"] == by_loader["total_bytes"] <= 700 << 20
+
+
+def test_where_nothing_fits_the_program_is_named(written: Callable[[str], str]) -> None:
+    script = written("LOOP")
+    found = CliRunner().invoke(app, ["plan", "--gpu", "8GiB", "--budget", "310MiB", "--margin", "0", script])
+    assert isinstance(found.exception, UsageError)
+    assert found.exception.exit_code == 3
+    assert f"✗ does not fit generic 8.00 GiB GPU {script}: at best" in found.output
+    assert "Nothing has to be changed" not in found.output
+
+
+def test_a_run_with_another_command_line_than_the_plans_says_so(written: Callable[[str], str]) -> None:
+    script = written("LOOP")
+    plan = write_plan(CHECKPOINTED, program=(script, "--batch-size", "128"))
+    run = ["run", "--gpu", "8GiB", "--plan", str(plan), "--json", "run.json", script, "--batch-size", "4"]
+    found = CliRunner().invoke(app, run)
+    assert found.exit_code == 0, found.output
+    assert "made for another command line" in " ".join(found.output.split())
+    assert json.loads(Path("run.json").read_text())["plan"]["made_for"] == f"{script} --batch-size 128"
+
+
+def test_a_step_whose_time_is_not_known_is_left_blank(written: Callable[[str], str]) -> None:
+    fit = ["fit", written("LOOP"), "--gpu", "8GiB", "--budget", "520MiB", "--", "--steps", "1"]
+    found = CliRunner().invoke(app, fit)
+    assert found.exit_code == 0, found.output
+    assert "0 µs" not in found.output

@@ -16,7 +16,11 @@ from vramfit.cli.run_remedies import RemedyTries, remedies_choice
 from vramfit.errors import UsageError
 from vramfit.gpus import find_gpu
 from vramfit.options.run_options import RunOptions
+from vramfit.planner.remedies.alteration import NOTHING
+from vramfit.planner.remedies.program_remedy import ProgramRemedy
+from vramfit.planner.remedies.remedy_runs import RemedyRuns
 from vramfit.trace.outcome import Progress
+from vramfit.trace.tried_remedies import TriedRemedy
 
 
 def report_of(*arguments: str) -> dict[str, object]:
@@ -148,3 +152,15 @@ def test_a_run_that_does_not_fit_is_followed_by_remedies_for_as_long_as_it_took(
     tries = RemedyTries(choice, ["train.py"], RunOptions(gpu=find_gpu("RTX 3090")))
     assert tries.seconds(run, verdict) == seconds
     assert RemedyTries(choice, ["train.py"], RunOptions()).seconds(run, verdict) == 0  # a recorded run
+
+
+def test_a_row_whose_step_time_is_not_known_is_not_the_cheapest() -> None:
+    row = {"how": (), "changes": "", "peak_allocated_bytes": 1, "peak_reserved_bytes": 1, "fits": True}
+    runs = RemedyRuns.__new__(RemedyRuns)
+    runs._rows = [
+        TriedRemedy(name=name, total_bytes=1, step_seconds=seconds, plain_step_seconds=1.0, **row)
+        for name, seconds in (("plain", 1.0), ("unknown", 0.0), ("known", 2.0))
+    ]
+    plain = ProgramRemedy(name="any", alteration=NOTHING, how=())
+    runs._by_row = dict.fromkeys(("plain", "unknown", "known"), plain)
+    assert runs._cheapest() == 2

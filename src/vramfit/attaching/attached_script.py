@@ -18,8 +18,8 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from vramfit.attaching.attached_optimizer import attach_to_optimizer
-from vramfit.capture.observing.training_finder import TrainingFinder, elements, parameters_of
+from vramfit.attaching.attached_optimizer import SavedStates, attach_to_optimizer
+from vramfit.capture.observing.training_finder import TrainingFinder, elements, parameters_of, wants_closure
 from vramfit.capture.observing.wrappers import COMPILED, SHARDED, kind_of, peeled
 from vramfit.errors import UsageError, VramfitError
 from vramfit.patching import PatchStack
@@ -89,6 +89,7 @@ class AttachedScript:
         self.seen: list[TrainedTarget] = []
         self._choices = tuple(choice for choice in choices if choice.name != STARTING)
         self._target, self._finder = target, finder
+        self._saved: SavedStates | None = None
         self._stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     def meet(self, root: nn.Module) -> bool:
@@ -112,16 +113,35 @@ class AttachedScript:
             return False
         self._check_wrappers(wrappers)
         optimizer = _largest(self._finder, root)
+        if self._choices and optimizer is not None and wants_closure(_inner(optimizer)):
+            raise UsageError(
+                f"{type(_inner(optimizer)).__name__} runs the model several times in a step, so that no technique can "
+                "be attached",
+                "Take an optimizer whose step needs no closure",
+            )
         live = AttachedProgram(model, _inner(optimizer))
         live.own_loop = True
         live.attach(self._choices)
         self.live = live
         if optimizer is not None:
-            attach_to_optimizer(_inner(optimizer), live)
+            self._attach_to(_inner(optimizer), live)
             if live.optimizer is not _inner(optimizer):
                 self.exchanged(_inner(optimizer))
         self.attached(live)
         return True
+
+    def _attach_to(self, optimizer: torch.optim.Optimizer, live: AttachedProgram) -> None:
+        saved = None if self._saved is None else self._saved.take(optimizer)
+        try:
+            attach_to_optimizer(optimizer, live, saved)
+        except BaseException:
+            live.undo()
+            self.live = None
+            raise
+
+    def watch_loading(self, patches: PatchStack) -> None:
+        """Keep aside states of other optimizers that the program loads into its own, until `patches` are undone."""
+        self._saved = SavedStates(patches)
 
     def watch_steps(self, refuse: Callable[[VramfitError], object], patches: PatchStack) -> None:
         """Refuse steps of a program to which nothing was attached, until `patches` are undone.

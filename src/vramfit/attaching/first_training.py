@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -28,13 +30,16 @@ class FirstTraining:
         self.script = make_script(self._finder)
         self._refuse = refuse
         self._patches = PatchStack()
-        self._met: set[int] = set()
+        self._met: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._inside = threading.local()
+        """Where this is set, a model that trains is being called: modules inside of it are no models of their own."""
 
     def wait(self) -> None:
         """Wait for the first training pass."""
         patches = self._patches
         patches.set(torch.optim.Optimizer, "__init__", following_optimizers(self._finder.meet))
         patches.set(nn.Module, "__call__", self._watching_calls())
+        self.script.watch_loading(patches)
         self.script.watch_steps(self._refuse, patches)
 
     def close(self) -> None:
@@ -46,10 +51,16 @@ class FirstTraining:
         is_compiling = torch.compiler.is_compiling
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if not is_compiling() and id(module) not in self._met and self._finder.trains(module):
-                self._met.add(id(module))
+            if is_compiling() or vars(self._inside) or not self._finder.trains(module):
+                return original(module, *args, **kwargs)
+            if module not in self._met:
+                self._met.add(module)
                 self._meet(module)
-            return original(module, *args, **kwargs)
+            self._inside.model = True
+            try:
+                return original(module, *args, **kwargs)
+            finally:
+                vars(self._inside).clear()
 
         return call
 

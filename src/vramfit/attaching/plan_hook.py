@@ -40,5 +40,6 @@ def attach_plan(child: HookedProgram, values: dict[str, Any]) -> Leave:
             child.refuse(error)
 
     child.observer.on_training = met
+    script.watch_loading(child.patches)
     script.watch_steps(child.refuse, child.patches)
     return lambda: {"attached": script.live is not None, "seen": [target.words for target in script.seen]}

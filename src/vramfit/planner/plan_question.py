@@ -10,7 +10,7 @@ from typing import ClassVar
 from vramfit.planner.plan_file import plan_to_toml
 from vramfit.planner.planner_job import PRICE, PlanOptions
 from vramfit.planner.planner_questions import PlannerQuestion, QuestionContext
-from vramfit.planner.plans import plan_request
+from vramfit.planner.plans import NothingFits, plan_request
 from vramfit.planner.search import PlanFound
 from vramfit.planner.search_cache import SearchCache
 from vramfit.planner.search_clock import SearchClock, interruptible
@@ -50,7 +50,13 @@ class PlanQuestion(PlannerQuestion[PlanFound]):
                 device_of = partial(virtual_card, asked.memory)
                 search, found = cheapest_plan(device_of, request, asked.progress, clock)
             else:
-                search, found = promised_plan(asked.device, request, asked.progress, clock, cache)
+                try:
+                    search, found = promised_plan(asked.device, request, asked.progress, clock, cache)
+                except NothingFits as error:
+                    if not isinstance(asked.workload, ScriptWorkload):
+                        raise
+                    closest = replace(error.plan, aim=aim_of(asked.workload, error.plan.aim))
+                    raise NothingFits(error.message, error.hint, closest) from None
         frontier = tuple(search.frontier()) if self.options.frontier else ()
         if isinstance(asked.workload, ScriptWorkload):
             found = replace(found, aim=aim_of(asked.workload, found.aim))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,6 +12,7 @@ from vramfit.attaching.attached_script import STARTING, TrainedTarget, check_att
 from vramfit.attaching.plan_hook import NAME, plan_hook
 from vramfit.errors import UsageError
 from vramfit.launch.child_hooks import ChildHook
+from vramfit.masking import mask_arguments
 from vramfit.options.run_options import RunOptions
 from vramfit.planner.plans import Plan
 from vramfit.trace import Run
@@ -80,7 +82,7 @@ class PlannedProgram:
     def made_for(self, command: Sequence[str]) -> str:
         """The command line that the plan was made for, where `command` is another; else empty."""
         own = self.plan.aim.program
-        return shlex.join(own) if own and list(own) != list(command) else ""
+        return shlex.join(mask_arguments(own)) if own and not _same_commands(own, command) else ""
 
     def told(self, run: Run, command: Sequence[str] | None = None) -> Run:
         """A run with what it says of the plan.
@@ -101,3 +103,10 @@ class PlannedProgram:
             made_for="" if command is None else self.made_for(command),
         )
         return replace(run, plan=applied)
+
+
+def _same_commands(one: Sequence[str], other: Sequence[str]) -> bool:
+    """Whether two command lines run the same file, or module, with the same arguments."""
+    if not one or not other or list(one[1:]) != list(other[1:]):
+        return False
+    return one[0] == other[0] or os.path.realpath(one[0]) == os.path.realpath(other[0])

@@ -43,7 +43,7 @@ def _running(seen: ObservedProgram) -> str:
 def plan_words(plan: AppliedPlan, verdict: Verdict) -> str:
     """With which plan it was run, what that promised and what was seen."""
     if not plan.attached:
-        return f"{plan.file} was not attached: the program trained no model before it ended."
+        return f"{plan.file} was not attached: the program trained no model before it ended.{_made_for(plan)}"
     device = verdict.device
     used, promised = device.used, plan.promised_bytes
     seen = "to the byte" if used == promised else f"{format_bytes(used)} seen"
@@ -52,8 +52,11 @@ def plan_words(plan: AppliedPlan, verdict: Verdict) -> str:
     saved = ""
     if plan.plain_bytes:
         saved = f"; the plain program needs {format_bytes(plan.plain_bytes)}"
-    other = f" It was made for another command line: {plan.made_for}" if plan.made_for else ""
-    return f"With {plan.file} ({techniques}): {format_bytes(promised)} promised{where}, {seen}{saved}.{other}"
+    return f"With {plan.file} ({techniques}): {format_bytes(promised)} promised{where}, {seen}{saved}.{_made_for(plan)}"
+
+
+def _made_for(plan: AppliedPlan) -> str:
+    return f" It was made for another command line: {plan.made_for}" if plan.made_for else ""
 
 
 def _model(seen: ObservedProgram, model: ObservedModel) -> str:

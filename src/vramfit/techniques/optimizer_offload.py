@@ -213,7 +213,12 @@ class HostOptimizer(torch.optim.Optimizer):
         offload_gradients: whether gradients leave the card in the backward pass.
         minimal_size: parameters with fewer elements stay on the card.
         fetches_gradients: whether gradients go to the host at the step, as they are then, and not in the backward pass.
+
+    Attributes:
+        saves_as_the_program: its ``state_dict`` is one of the optimizer before.
     """
+
+    saves_as_the_program = True
 
     def __init__(
         self,

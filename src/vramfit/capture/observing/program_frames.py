@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterator
-from types import FrameType, ModuleType
+from types import FrameType
 from typing import Any
 
 from torch import nn
 
-from vramfit.holders.naming import local_values
+from vramfit.holders.naming import instance_dict, is_a, local_values
 from vramfit.trace.frames import Origin, origin
 from vramfit.trace.model import Frame
 
@@ -25,6 +26,12 @@ def frames_here() -> Iterator[FrameType]:
 def program_frame() -> FrameType | None:
     """The innermost frame of the program's own files; None where only libraries run."""
     return next((frame for frame in frames_here() if origin(frame.f_code.co_filename) is Origin.USER), None)
+
+
+def is_called_by_library() -> bool:
+    """Whether a library other than torch made the call that is under way, on its own or for the program."""
+    origins = (origin(frame.f_code.co_filename) for frame in frames_here())
+    return next((one for one in origins if one is not Origin.RUNTIME), Origin.USER) is Origin.LIBRARY
 
 
 def program_line() -> Frame | None:
@@ -57,20 +64,42 @@ def model_name_here(optimizer: Any) -> str:
 
 def _named_modules(frame: FrameType) -> Iterator[tuple[str, Any]]:
     """The modules that a frame's scope has names for, and those that are attributes of what it has names for."""
-    seen: set[int] = set()
     own = local_values(frame)
-    for scope in (own, frame.f_globals):
-        for name, held in list(scope.items()):
-            if not name.isidentifier() or id(held) in seen:
-                continue
-            seen.add(id(held))
-            if isinstance(held, nn.Module):
-                yield name, held
-            attributes = getattr(held, "__dict__", None)
-            if isinstance(attributes, dict) and not isinstance(held, type | ModuleType):
-                for attribute, inner in (*attributes.items(), *_registered(attributes)):
-                    if isinstance(inner, nn.Module) and attribute.isidentifier():
-                        yield f"{name}.{attribute}", inner
+    for name, held in _names_in(frame):
+        if is_a(held, nn.Module):
+            yield name, held
+        if name in own:
+            for attribute, inner in _attributes(held):
+                if is_a(inner, nn.Module):
+                    yield f"{name}.{attribute}", inner
+
+
+def _names_in(frame: FrameType) -> Iterator[tuple[str, Any]]:
+    """What the names of a frame's scope are bound to, its own first; what they hide of the module's is left out."""
+    own = local_values(frame)
+    for name, held in list(own.items()):
+        if name.isidentifier():
+            yield name, held
+    if own is frame.f_globals:
+        return
+    hidden = {*own, *frame.f_code.co_varnames, *frame.f_code.co_cellvars, *frame.f_code.co_freevars}
+    for name, held in list(frame.f_globals.items()):
+        if name.isidentifier() and name not in hidden:
+            yield name, held
+
+
+def _attributes(held: Any) -> Iterator[tuple[str, Any]]:
+    """The attributes that an object has itself, and the modules that it has registered, as ``object.name`` finds them.
+
+    What a property of its class hides is left out: nothing of the program's is called here.
+    """
+    attributes = instance_dict(held)
+    if not isinstance(attributes, dict):
+        return
+    for name, value in (*attributes.items(), *_registered(attributes)):
+        of_class = inspect.getattr_static(type(held), name, None) if isinstance(name, str) else None
+        if isinstance(name, str) and name.isidentifier() and not hasattr(type(of_class), "__set__"):
+            yield name, value
 
 
 def line_of(frame: FrameType) -> Frame:
@@ -80,19 +109,14 @@ def line_of(frame: FrameType) -> Frame:
 
 def name_of(value: object, frame: FrameType) -> str:
     """What a frame's scope calls an object: a variable, or an attribute of one; empty where it has no such name."""
-    scopes = (local_values(frame), frame.f_globals)
-    for scope in scopes:
-        for name, held in list(scope.items()):
-            if held is value and name.isidentifier():
-                return name
-    for scope in scopes:
-        for name, held in list(scope.items()):
-            attributes = getattr(held, "__dict__", None)
-            if not isinstance(attributes, dict) or not name.isidentifier():
-                continue
-            for attribute, inner in (*attributes.items(), *_registered(attributes)):
-                if inner is value and isinstance(attribute, str) and attribute.isidentifier():
-                    return f"{name}.{attribute}"
+    named = list(_names_in(frame))
+    for name, held in named:
+        if held is value:
+            return name
+    for name, held in named:
+        for attribute, inner in _attributes(held):
+            if inner is value:
+                return f"{name}.{attribute}"
     return ""
 
 

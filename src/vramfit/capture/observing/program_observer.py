@@ -8,7 +8,6 @@ first of its modules that runs; the framework by the objects on the stack of tha
 from __future__ import annotations
 
 import argparse
-import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -26,6 +25,7 @@ from vramfit.capture.attribution import ModuleStack, PhaseTracker, ProgramPhase
 from vramfit.capture.observing.command_options import following_options
 from vramfit.capture.observing.framework_facts import framework_here
 from vramfit.capture.observing.program_frames import (
+    is_called_by_library,
     line_of,
     model_name_here,
     name_of,
@@ -39,9 +39,10 @@ from vramfit.capture.observing.training_finder import (
     elements,
     following_optimizers,
     parameters_of,
+    wants_closure,
 )
 from vramfit.capture.observing.used_models import UsedModels
-from vramfit.capture.observing.wrappers import kind_of, peeled
+from vramfit.capture.observing.wrappers import kind_of, own_class, peeled
 from vramfit.patching import PatchStack
 from vramfit.torch_internals.layers import is_compiled
 from vramfit.trace.observed_program import (
@@ -51,6 +52,8 @@ from vramfit.trace.observed_program import (
     ObservedOption,
     ObservedProgram,
 )
+
+_NOTHING = object()
 
 _OBSERVERS: list[ProgramObserver] = []
 
@@ -81,6 +84,7 @@ class ProgramObserver:
         self._loaders: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._iterators: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._loaded: list[ObservedLoader] = []
+        self._sources: list[Callable[[], Any]] = []
         self._found = ObservedProgram()
         self._options: dict[str, ObservedOption] = {}
         self._backwards = self._in_step = 0
@@ -138,7 +142,7 @@ class ProgramObserver:
                 seen,
                 parameters=sum(map(elements, parameters_of(optimizer))),
                 model_as=model_name_here(optimizer),
-                wants_closure=_wants_closure(optimizer),
+                wants_closure=wants_closure(optimizer),
             )
         self._optimizers.append(seen)
 
@@ -159,22 +163,18 @@ class ProgramObserver:
     def _meet_loader(self, loader: Any) -> None:
         if loader in self._loaders:
             return
-        if (inside := self._loader_inside(loader)) is not None:
-            self._loaders[loader] = inside
-            return
+        source = _source_of(loader)
+        for number, known in enumerate(self._sources):
+            if known() is source and is_called_by_library():
+                self._loaders[loader] = (
+                    number  # a library's, around the program's own: as accelerate prepares it
+                )
+                return
         self._loaders[loader] = len(self._loaded)
+        self._sources.append(_weakly(source))
         self._loaded.append(
             ObservedLoader(batch_size=loader.batch_size, workers=loader.num_workers, at=program_line())
         )
-
-    def _loader_inside(self, loader: Any) -> int | None:
-        """The number of the program's own loader, where another is made around what it loads, as accelerate does."""
-        if loader.batch_size is not None:
-            return None
-        for other, number in self._loaders.items():
-            if other.batch_sampler is not None and other.batch_sampler is loader.batch_sampler:
-                return number
-        return None
 
     def _following_batches(self, patches: PatchStack) -> Callable[..., Any]:
         original = DataLoader.__iter__
@@ -247,7 +247,7 @@ class ProgramObserver:
             try:
                 self._seen.append(self._describe(root))
             except Exception:  # whatever a program's objects make of being looked at, it goes on
-                self._seen.append(ObservedModel(kind=type(root).__name__, parameters=0, trained=0))
+                self._seen.append(ObservedModel(kind=own_class(root).__name__, parameters=0, trained=0))
             self.on_training(root)
         one = self._seen[number]
         if torch.is_grad_enabled():
@@ -275,7 +275,7 @@ class ProgramObserver:
         frame = program_frame()
         return ObservedModel(
             kind=kind_of(model),
-            package=type(model).__module__.partition(".")[0],
+            package=own_class(model).__module__.partition(".")[0],
             parameters=sum(map(elements, model.parameters())),
             trained=self.finder.trained(root),
             optimizers=tuple(self._number[one] for one in self.finder.owners(root)),
@@ -369,9 +369,20 @@ def _telling(original: Callable[..., None], note: Callable[[Any], object]) -> Ca
     return init
 
 
-def _wants_closure(optimizer: torch.optim.Optimizer) -> bool:
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
+def _weakly(value: Any) -> Callable[[], Any]:
+    """A way to an object that does not keep it alive; to nothing where it can only be kept alive, as a list."""
+    try:
+        return weakref.ref(value)
+    except TypeError:
+        return lambda: _NOTHING
+
+
+def _source_of(loader: Any) -> Any:
+    """What a loader draws its batches from: its sampler of batches, without what a library put around that."""
+    source = loader.batch_sampler if loader.batch_sampler is not None else loader.dataset
+    while (inner := vars(source).get("batch_sampler") if hasattr(source, "__dict__") else None) is not None:
+        source = inner
+    return source
 
 
 def observe_program(modules: ModuleStack, phases: PhaseTracker, patches: PatchStack) -> ProgramObserver:

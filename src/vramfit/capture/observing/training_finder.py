@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable, Iterator
 
@@ -29,7 +30,9 @@ class TrainingFinder:
         return tuple(optimizer for ref in self._made if (optimizer := ref()) is not None)
 
     def meet(self, optimizer: Optimizer) -> None:
-        """Note an optimizer that was made."""
+        """Note an optimizer that was made, once: a class that derives from another may call its ``__init__`` again."""
+        if any(ref() is optimizer for ref in self._made):
+            return
         self._made.append(weakref.ref(optimizer))
 
     def trains(self, module: nn.Module) -> bool:
@@ -64,6 +67,12 @@ def parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
 def elements(parameter: torch.Tensor) -> int:
     """Elements of a parameter; 0 of one whose shape is not known yet."""
     return 0 if is_lazy(parameter) else parameter.numel()
+
+
+def wants_closure(optimizer: Optimizer) -> bool:
+    """Whether an optimizer's step calls a function that runs the model, as that of LBFGS does."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def following_optimizers(meet: Callable[[Optimizer], object]) -> Callable[..., None]:

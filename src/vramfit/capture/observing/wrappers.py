@@ -30,13 +30,20 @@ def peeled(module: nn.Module) -> tuple[tuple[str, ...], nn.Module]:
     return tuple(names), module
 
 
+def own_class(module: nn.Module) -> type[nn.Module]:
+    """The class that the program gave a module: ``fully_shard`` puts one of its own in its place, under another name.
+
+    Its bases are ``FSDPModule`` and the module's class (torch/distributed/fsdp/_fully_shard/_fsdp_init.py).
+    """
+    kind = type(module)
+    while len(kind.__bases__) == 2 and kind.__bases__[0].__name__ == "FSDPModule":
+        kind = kind.__bases__[1]
+    return kind
+
+
 def kind_of(model: nn.Module) -> str:
-    """The name of a model's class: that of the program where ``fully_shard`` has derived one of its own from it."""
-    kinds = type(model).__mro__
-    if any(base.__name__ == "FSDPModule" for base in kinds[1:]):
-        # torch/distributed/fsdp/_fully_shard/_fsdp_init.py: type(f"FSDP{cls.__name__}", (FSDPModule, cls), dct)
-        return next(base.__name__ for base in kinds[1:] if base.__name__ != "FSDPModule")
-    return kinds[0].__name__
+    """The name of that class."""
+    return own_class(model).__name__
 
 
 def _inside(module: nn.Module) -> nn.Module | None:

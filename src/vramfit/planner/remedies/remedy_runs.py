@@ -8,6 +8,7 @@ the limit runs in the same way within it. In between, it is run with the limit, 
 
 from __future__ import annotations
 
+import math
 import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -263,7 +264,8 @@ class RemedyRuns:
         def cost(number: int) -> tuple[bool, float, bool]:
             row = self._rows[number]
             batch = self._by_row[row.name].alteration.batch
-            return batch is not None, row.step_seconds / (batch or 1), bool(row.changes)
+            # One whose time is not known is not the quickest.
+            return batch is not None, (row.step_seconds or math.inf) / (batch or 1), bool(row.changes)
 
         return min(fitting, key=cost, default=None)
 

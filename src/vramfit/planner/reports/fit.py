@@ -78,7 +78,7 @@ def _runs(size: str, tries: Sequence[Try], step: str, width: int) -> Iterator[Te
             Text(f"{one.value:,}"),
             Text("fits" if one.fits else "does not"),
             Text(format_bytes(one.total_bytes) if one.fits else ""),
-            Text(seconds(one.step_seconds) if one.fits else ""),
+            Text(seconds(one.step_seconds) if one.fits and one.step_seconds else ""),
             Text(f"{one.value / one.step_seconds:,.1f}" if one.fits and one.step_seconds else ""),
         ]
         for one in sorted(tries, key=lambda one: one.value)

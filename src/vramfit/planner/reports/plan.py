@@ -9,6 +9,7 @@ from xml.sax.saxutils import escape
 
 from rich.text import Text
 
+from vramfit.masking import mask_arguments
 from vramfit.planner.plan_file import OtherWay, PlanFigures
 from vramfit.planner.plans import Plan
 from vramfit.planner.search import FrontierPoint
@@ -52,20 +53,18 @@ def _lines(plan: Plan, frontier: Sequence[FrontierPoint] = (), *, width: int) ->
 
 def _head(plan: Plan) -> Iterator[Text]:
     aim = plan.aim
-    sizes = ", ".join(f"{name} {value:,}" for name, value in aim.sizes.items())
+    at = " ".join(mask_arguments(aim.program))
+    at = at or "at " + ", ".join(f"{name} {value:,}" for name, value in aim.sizes.items())
     margin = f" less {format_bytes(aim.margin_bytes)} margin" if aim.margin_bytes else ""
     of = f"{format_bytes(plan.after.total_bytes)} of {format_bytes(aim.budget_bytes)}{margin}"
     if plan.fits:
         free = format_bytes(plan.free_bytes)
-        yield Text.assemble(
-            ("✓ fits ", "bold green"), (aim.device, "bold"), f" at {sizes}: {of}, {free} free"
-        )
+        yield Text.assemble(("✓ fits ", "bold green"), (aim.device, "bold"), f" {at}: {of}, {free} free")
     else:
-        yield Text.assemble(
-            ("✗ does not fit ", "bold red"), (aim.device, "bold"), f" at {sizes}: at best {of}"
-        )
+        yield Text.assemble(("✗ does not fit ", "bold red"), (aim.device, "bold"), f" {at}: at best {of}")
     if not plan.entries:
-        yield Text("  Nothing has to be changed.")
+        if plan.fits:
+            yield Text("  Nothing has to be changed.")
         return
     saved = plan.before.total_bytes - plan.after.total_bytes
     yield Text(

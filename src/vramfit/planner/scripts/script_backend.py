@@ -257,6 +257,7 @@ class ScriptBackend:
             observer = observe_program(gpu.meter.modules, gpu.meter.phases, patches)
             script = AttachedScript(choices, self._target, observer.finder)
             script.exchanged = observer.replaced
+            script.watch_loading(patches)
             watch = _Watch(gpu)
             if watches is not None:
                 watches.append(watch)
