@@ -118,5 +118,20 @@ def _guarded(run: Callable[[list[str]], None], arguments: list[str]) -> None:
         raise SystemExit(error.exit_code) from None
 
 
+def _ended(end: SystemExit) -> int:
+    """The exit code that Python makes of an exit; a text is printed, as Python does."""
+    if end.code is None or isinstance(end.code, int):
+        return (end.code or 0) & 0xFF
+    print(end.code, file=sys.stderr)
+    return 1
+
+
 if __name__ == "__main__":
-    _guarded(main, sys.argv[1:])
+    code = 0
+    try:
+        _guarded(main, sys.argv[1:])
+    except SystemExit as end:
+        code = _ended(end)
+    from vramfit.launch.running import end_interpreter
+
+    end_interpreter(code)

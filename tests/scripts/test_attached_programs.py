@@ -156,6 +156,32 @@ def test_a_plan_that_changes_the_loop_is_refused_by_its_technique(
     assert hint in caught.value.hint
 
 
+@pytest.mark.parametrize(
+    ("last", "code", "words"),
+    [
+        ("raise SystemExit(7)", 7, ""),
+        ("raise SystemExit('what was wrong')", 1, "what was wrong"),
+        ("import atexit; atexit.register(print, 'at exit', flush=True)", 0, ""),
+        ("1 / 0", 1, "ZeroDivisionError"),
+    ],
+)
+def test_a_program_ends_as_without_a_plan(
+    written: Callable[[str], str], last: str, code: int, words: str
+) -> None:
+    script, plan = written("LOOP"), write_plan(CHECKPOINTED)
+    Path(script).write_text(f"{Path(script).read_text()}\n{last}\n")
+    found = subprocess.run(
+        [sys.executable, "-m", "vramfit.with_plan", str(plan), script, *SMALL],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert found.returncode == code, found.stderr
+    assert words in found.stderr
+    assert len(losses_of(found.stdout)) == 10
+    assert ("at exit" in found.stdout) == ("atexit" in last)
+
+
 @pytest.mark.parametrize("arguments", [[], ["plan.toml"], ["plan.toml", "-m"], ["nope.toml", "loop.py"]])
 def test_bad_command_lines_are_refused(written: Callable[[str], str], arguments: list[str]) -> None:
     written("LOOP")
