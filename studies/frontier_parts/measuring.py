@@ -33,7 +33,7 @@ _MEMORY = "[memory]"
 _OPS = OpTable({})
 
 _CHUNKED_LOSS = "torch_nn::_linear_cross_entropy_batch_chunked"
-"""The operator of torch's chunked loss, which is known to torch once it was called."""
+"""The operator of torch's chunked loss, which is known to torch once it was called: a function in Python."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,9 +41,8 @@ class Arithmetic:
     """What a step computes.
 
     Attributes:
-        flops: multiplications and additions, as torch's counter counts them, and those of torch's chunked loss, an
-            operator in one piece that it does not look into. Attention of the CPU, for which it has no formula, counts
-            for nothing.
+        flops: multiplications and additions, as torch's counter counts them. Attention of the CPU, for which it has no
+            formula, counts for nothing.
         attention_flops: those of the CPU's attention, by the formula that torch has for the kernels of cards.
         seconds: of all operations, one after the other, as `CARD` is taken to work.
         pointwise_seconds: of them, those of pointwise operations, which a compiler can do along with others.
@@ -90,9 +89,15 @@ class Counting(FlopMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operation and count it."""
+        """Run an operation and count it; of torch's chunked loss, the operations that it is made of."""
+        if func._schema.name == _CHUNKED_LOSS:
+            from torch.nn.modules import linear_cross_entropy
+
+            with self:
+                return linear_cross_entropy._linear_cross_entropy_batch_chunked._init_fn(
+                    *args, **(kwargs or {})
+                )
         out = super().__torch_dispatch__(func, types, args, kwargs)
-        self.total += _chunked_loss_flops(args) if func._schema.name == _CHUNKED_LOSS else 0
         self.attention += _attention_flops(func, args)
         seconds = card_seconds(func, args, kwargs or {}, out)
         self.simulated += seconds
@@ -112,10 +117,11 @@ def card_seconds(
     del flops
     if func.is_view or func.namespace == "prim":
         return 0.0
+    if func is torch.ops.aten.index_add_.default:
+        # It touches the rows that are named, not the whole of what they are added to.
+        func, args, kwargs, out = torch.ops.aten.add.Tensor, (args[3], args[3]), {}, args[3]
     seconds = roofline.seconds(OpCall(func, _OPS[func], args, kwargs, out), CARD)
     unknown = _attention_flops(func, args)  # to torch's counter
-    if func._schema.name == _CHUNKED_LOSS:
-        unknown += _chunked_loss_flops(args)
     return max(seconds, unknown / roofline.flops_per_second(CARD, torch.float32))
 
 
@@ -127,12 +133,6 @@ def _attention_flops(func: Any, args: tuple[Any, ...]) -> int:
     if func is aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
         return sdpa_backward_flop_count(*(given.shape for given in args[:4]))
     return 0
-
-
-def _chunked_loss_flops(args: tuple[Any, ...]) -> int:
-    """Of the product for the logits and those for the gradients wanted; torch/nn/modules/linear_cross_entropy.py."""
-    rows, weight, *_, input_gradient, weight_gradient, _bias_gradient = args
-    return 2 * rows.numel() * weight.shape[0] * (1 + input_gradient + weight_gradient)
 
 
 def measure(workload: Workload, *, compiled: bool = False) -> Measured:
