@@ -198,7 +198,7 @@ def test_a_workload_that_fails_names_the_line(file: Path) -> None:
             r"there is no plan .*none\.toml",
         ),
         (["verify", "none.toml"], UsageError, r"there is no plan none\.toml"),
-        (["verify", "{file}"], UsageError, "is not valid TOML"),
+        (["verify", "{file}"], UsageError, "is a program, not a plan"),
     ],
 )
 def test_bad_input_is_told_in_one_line(
